@@ -1,4 +1,4 @@
-"""The Reducer with its options: each is an extension of `core/reducer.py`, in a file of its own."""
+"""The Reducer with its options, each an extension of `core/reducer.py` in its own file."""
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -36,52 +36,51 @@ Kind = TypeVar("Kind", bound=Extension)
 
 
 class Reducer(CoreReducer):
-    """All-reduces the gradients of a module in buckets; the module itself stays as it is.
+    """All-reduces the gradients of a module in buckets, without wrapping the module.
 
     `CoreReducer` describes a step. This class turns options into extensions.
 
     Args:
-        module: its parameters with `requires_grad` are synchronised. All ranks must hold the same
-            ones (`broadcast_parameters` checks that). A forward pass that writes to parameters
-            makes ranks compare them (`check_every`).
+        module: its parameters with `requires_grad` are averaged. All ranks must hold the same ones
+            (`broadcast_parameters` checks this). If a forward pass writes to parameters, the ranks
+            compare them (`check_every`).
         process_group: the ranks that take part; None means all.
-        bucket_cap_mb: size in MiB at which a bucket is closed: 0 one bucket for each parameter,
-            `inf` one for all; None and a sequence as in `bucket_caps`. "auto" tries several in the
-            first averages, with and without overlap, and settles on one (`options/tuning.py`).
+        bucket_cap_mb: size in MiB at which a bucket is closed. 0 makes one bucket for each
+            parameter, `inf` one for all; None and a sequence: see `bucket_caps`. "auto" tries
+            several sizes in the first averages, with and without overlap (`options/tuning.py`).
         overlap: launch buckets during backward. False launches all of them at its end.
-        gradient_as_bucket_view: let `.grad` be a window of its bucket rather than a copy. Saves
+        gradient_as_bucket_view: make `.grad` a window of its bucket instead of a copy, which saves
             most of the memory of the gradients. `.grad` must then not be detached in place, and on
-            a CPU a large `.grad` is None from when it is ready until the average is there.
-        find_unused_parameters: parameters may take no part in a backward pass, different ones on
-            each rank. The `.grad` of a parameter that no rank used stays as it was; others become
-            the average. The buckets keep their first layout.
-        static_graph: every backward pass is as the first: the same unused parameters, and as many
+            a CPU a large `.grad` is None between ready and averaged.
+        find_unused_parameters: parameters may get no gradient in a backward pass, different ones on
+            each rank. A parameter that no rank used keeps its `.grad`; others get the average. The
+            buckets keep their first layout.
+        static_graph: every backward pass has the same unused parameters as the first, and as many
             gradients for each parameter. A pass that differs raises and names the parameter.
-        skip_unused: skip a bucket if this rank has used none of its parameters since the last
-            average; the first average skips none. All ranks must use the same parameters, or they
-            wait for each other.
-        broadcast_buffers: give all ranks rank 0's buffers (batch norm's running statistics) at the
-            end of each backward pass that averages, so that each rank may evaluate at any time.
-        shared_memory: on a gloo group, reduce in memory that the ranks of a machine share, and send
-            between machines alone, where two of them share a machine (Linux). Sums are then taken
-            in the order of ranks: with more than 2 ranks their last bits are not gloo's.
-        fuse_wgrad: compute the gradients of large linear layers and embeddings into their buckets,
-            without a copy (`FusedWgrad`). On a CPU alone. Implies `gradient_as_bucket_view`.
+        skip_unused: skip a bucket if this rank used none of its parameters since the last average;
+            the first average skips none. If ranks use different parameters, they hang.
+        broadcast_buffers: send rank 0's buffers (batch norm's running statistics) to all ranks at
+            the end of each backward pass that averages, so that any rank may evaluate at any time.
+        shared_memory: on a gloo group on Linux, if two ranks share a machine, reduce in memory that
+            a machine's ranks share, and send only between machines. Sums are taken in rank order,
+            so with more than 2 ranks their last bits differ from gloo's.
+        fuse_wgrad: compute the gradients of large linear layers and embeddings directly into their
+            buckets (`FusedWgrad`). CPU only. Implies `gradient_as_bucket_view`.
         ignore: names of parameters and buffers that are not synchronised.
-        check_every: run `check_sync` in every so many averages, also for the state of optimizers
+        check_every: run `check_sync` in every so many averages, also on the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
-            then in the first average, and in every hundredth.
-        stall_after: seconds after which a step that waits is reported, with the ranks it waits for
-            (`watch/stall.py`). None means never.
-        straggler_every: print on rank 0, in every so many averages, which rank the others waited
+            then in the first average and in every hundredth.
+        stall_after: seconds after which a waiting step is reported, with the ranks that it waits
+            for (`watch/stall.py`). None means never.
+        straggler_every: in every so many averages, print on rank 0 which rank the others waited
             for, how often, how long, and in which phase (`watch/stragglers.py`). None means never.
-        ready_order: `ready_order` of an earlier run. The buckets are laid out by it at once, so
-            that sums are taken in the same order and have the same bits.
-        virtual_ranks: a power of two. A step's batch is this many equal virtual ranks, each rank
-            runs those of `virtual_rank_range`, and their gradients are summed along a fixed tree
-            (`virtual_ranks/`): the same bits on any number of ranks. Implies `broadcast_buffers`;
-            buckets keep their layout.
-        extensions: of your own (`core/extension.py`), called after those of the options.
+        ready_order: an earlier run's `ready_order`. The first layout uses it, so that sums are
+            taken in the same order and have the same bits.
+        virtual_ranks: a power of two. Splits a step's batch into this many equal virtual ranks.
+            Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
+            (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
+            `broadcast_buffers`; buckets keep their layout.
+        extensions: your own (`core/extension.py`), called after those of the options.
 
     Attributes:
         module, process_group, ignore: as given.
@@ -91,12 +90,12 @@ class Reducer(CoreReducer):
         iteration: the number of averages so far.
         overlap: True if the next backward pass launches buckets before its end.
         ready_order: the names of the parameters in the order of the final layout; None before it.
-        flat_buckets: the present buckets in the order of launch, without those of sparse gradients.
+        flat_buckets: the current buckets in launch order, without those of sparse gradients.
         buffer_sync: synchronises the buffers.
 
     Raises:
         ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
-            is out of its range.
+            is out of range.
         TypeError: `process_group` is not a process group.
         RuntimeError: no process group is open. From a forward pass, an optimizer's step or
             `backward()`: see `options/checks.py`. From `backward()` on every rank: ranks have
@@ -147,8 +146,7 @@ class Reducer(CoreReducer):
         sparse = sparse_parameters(module)
 
         def options() -> Iterator[Extension]:
-            # In the order in which they are called: layout first, comparisons last. An option that
-            # is off adds none, so it costs nothing.
+            # In call order: layout first, comparisons last. An option that is off costs nothing.
             if gradient_as_bucket_view or fuse_wgrad:
                 yield Views()
             yield Checks(snapshot, ignore)
@@ -177,13 +175,12 @@ class Reducer(CoreReducer):
             process_group,
             bucket_caps=caps,
             overlap=overlap,
-            # With virtual ranks the layout is final: an average that failed on some ranks changes
-            # nothing.
+            # With virtual ranks the first layout is final, even if an average fails on some ranks.
             ready_order=ready_order
             or (list(parameters)[::-1] if virtual_ranks is not None else None),
             apart={name: SparseBucket for name, p in parameters.items() if id(p) in sparse},
             transport=shared_memory_beside if shared_memory and on_cpu else _itself,
-            # Memory of a group ends with it, and virtual ranks may go on in another group.
+            # Shared memory is freed with its group, and virtual ranks may continue in another one.
             meets=self._meets() and virtual_ranks is None,
             owner=several.next_name,
             extensions=options(),
@@ -191,36 +188,36 @@ class Reducer(CoreReducer):
         several.add(self, self.group() if self._meets() and virtual_ranks is None else None)
 
     def _meets(self) -> bool:
-        """True if all ranks make this object together."""
+        """Returns True if all ranks construct this object together."""
         return True
 
-    # Looking at it ------------------------------------------------------------------------------
+    # Inspection ---------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"Reducer({self.stats()})"
 
     @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
-        """The names of the parameters of each bucket, in the order of launch."""
+        """The names of the parameters of each bucket, in launch order."""
         return tuple(tuple(self.names[i] for i in bucket.members) for bucket in self.all_buckets)
 
     @property
     def bucket_cap_mb(self) -> float | Sequence[float] | None:
-        """The cap as given, or the choice of "auto"; None until "auto" has settled."""
+        """The cap as given, or the one that "auto" chose; None until "auto" has settled."""
         if not self._auto:
             return self._bucket_cap_mb  # type: ignore[no-any-return]
         tuning = self.extension(BucketTuning)
         return tuning.present.bucket_cap_mb if tuning is not None and tuning.settled else None
 
     def extension(self, kind: type[Kind]) -> Kind | None:
-        """Returns the extension of this kind."""
+        """Returns the extension of this type, or None."""
         return next((e for e in self.extensions if isinstance(e, kind)), None)
 
     def stats(self) -> "ReducerStats":
-        """Returns settings, buckets and their sizes at this moment."""
+        """Returns the current settings, buckets and their sizes."""
         unused = self.extension(Unused)
-        # A hook of the user's own sends through the group that it names itself, most often the
-        # Reducer's, and not through one that was opened beside it.
+        # A user's comm hook sends through the group that it names, usually the Reducer's, and not
+        # through a group that was opened beside it.
         sends = self.sends() if self.sends_through_group() else self.process_group
         sends = sends or dist.group.WORLD
         shared = isinstance(sends, SharedMemoryGroup) and sends.shares_memory
@@ -243,7 +240,7 @@ class Reducer(CoreReducer):
         )
 
     def _progress(self) -> Progress:
-        # Read once: another thread calls this, and the buckets may be laid out again meanwhile.
+        # Another thread calls this while the buckets may be rebuilt, so it reads them once.
         return Progress.of(self.iteration, self.next_bucket, self.all_buckets, self.names)
 
     # Settings -----------------------------------------------------------------------------------
@@ -251,11 +248,11 @@ class Reducer(CoreReducer):
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
-        With a hook that may start a second collective (PowerSGD, or one of your own), one bucket
-        is under way at a time. `hook.one_collective = True` declares that yours starts one alone.
+        If a hook may start a second collective (PowerSGD, or your own hook), only one bucket is in
+        flight at a time. Set `hook.one_collective = True` if your hook starts only one.
 
         Raises:
-            RuntimeError: a backward pass is under way, or see `BucketTuning.check_hook`.
+            RuntimeError: a backward pass is running; or see `BucketTuning.check_hook`.
             TypeError: `hook` is not callable.
         """
         self._check_idle("a comm hook cannot be registered while gradients are under way")
@@ -265,22 +262,22 @@ class Reducer(CoreReducer):
         self.set_hook(hook, state)
 
     def keep_bucket_views(self) -> None:
-        """Acts as `gradient_as_bucket_view=True` from now on. Idempotent.
+        """Switches to `gradient_as_bucket_view=True`. Idempotent.
 
-        A `.grad` that is there keeps its memory until the next average.
+        An existing `.grad` keeps its memory until the next average.
 
         Raises:
-            RuntimeError: gradients are under way.
+            RuntimeError: a bucket holds gradients that are not averaged yet.
         """
         self._check_idle("gradients that are under way cannot move into their buckets")
         if self.extension(Views) is None:
             self.add_extension(Views())
 
     def set_static_graph(self) -> None:
-        """Acts as `static_graph=True` from the next forward pass on. Idempotent.
+        """Switches to `static_graph=True` from the next forward pass on. Idempotent.
 
-        Must be called on all ranks alike. A graph that is alive already may raise when it goes
-        backward, if it has reentrant checkpoints.
+        Every rank must call it. Backward through a graph that exists already may raise if the graph
+        has reentrant checkpoints.
         """
         unused = self.extension(Unused)
         if unused is None:
@@ -289,18 +286,18 @@ class Reducer(CoreReducer):
             unused.set_static()
 
     def set_broadcast_buffers(self, enabled: bool) -> None:
-        """Sets `broadcast_buffers` from now on. Must be called on all ranks alike."""
+        """Sets `broadcast_buffers`. Every rank must call it."""
         self.buffer_sync.enable(enabled)
-        # It stays once it was there: a hook may have begun what the next average waits for.
+        # Never removed, because the next average may have to wait for the futures of a hook.
         if enabled and self.buffer_sync not in self.extensions:
             self.add_extension(self.buffer_sync, first=True)
 
     def watch_stragglers(
         self, every: int, tell: Callable[[StragglerReport], None] | None = None
     ) -> None:
-        """Acts as `straggler_every` from now on, and calls `tell` with each report, on every rank.
+        """Turns `straggler_every` on, and calls `tell` with each report on every rank.
 
-        Without `tell` rank 0 prints it. Must be called on all ranks alike.
+        Without `tell` rank 0 prints the report. Every rank must call this method.
         """
         self.add_extension(self._straggler_watch(every, tell))
 
@@ -315,17 +312,17 @@ class Reducer(CoreReducer):
         return StragglerWatch(every, self.device, self.process_group, layers_communicate, tell)
 
     def prepare_backward(self, outputs: object) -> None:
-        """Looks for unused parameters in the graph of these tensors, where backward will begin."""
+        """Searches the graph of these tensors, where backward will begin, for unused parameters."""
         if (unused := self.extension(Unused)) is not None:
             unused.prepare(outputs)
 
     def check_forward(self) -> None:
-        """Raises, in training, if averages after a forward pass would be missing or wrong."""
+        """Raises, in training, if the averages after a forward pass would be missing or wrong."""
         if (checks := self.extension(Checks)) is not None:
             checks.on_forward()
 
     def check_free(self, what: str) -> None:
-        """Raises if the comm hook is fixed; `what` needs another one."""
+        """Raises if virtual ranks fix the comm hook; `what` names the feature for the error."""
         if self._virtual_ranks is not None:
             raise RuntimeError(
                 f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
@@ -337,7 +334,7 @@ class Reducer(CoreReducer):
 
     @contextmanager
     def keeping_local(self) -> Iterator[None]:
-        """Keeps local gradients in the buckets inside the context; used by `node_shared.py`.
+        """Packs buckets but does not average them inside the context (`node_shared.py`).
 
         Raises:
             RuntimeError: a comm hook is registered.
@@ -354,12 +351,11 @@ class Reducer(CoreReducer):
     # Weights ------------------------------------------------------------------------------------
 
     def weight(self, amount: float) -> None:
-        """Weighs this rank's gradients by `amount` in the next average alone. Collective.
+        """Weights this rank's gradients by `amount` in the next average only. Collective.
 
-        Give the number of samples (or tokens) that this rank's loss is the mean over; the result is
-        then the gradient of the mean over the whole batch. Call it on every rank before the
-        backward pass. A rank with amount 0 runs backward, too; the values of its gradients do not
-        matter.
+        Pass the number of samples (or tokens) that this rank's loss is the mean of. The result is
+        then the gradient of the mean over the whole batch. Every rank must call this before its
+        backward pass. A rank with amount 0 also runs backward; its gradients do not matter.
 
         Raises:
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
@@ -370,7 +366,6 @@ class Reducer(CoreReducer):
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
         weight = self.agree_weight(amount)
         self.set_weight(weight)
-        # Synchronised batch norm mixes gradients of all ranks before they are multiplied.
         if sync_batch_norms(self.module) and not weight.all_equal():
             self.set_weight(None)
             raise RuntimeError(
@@ -380,10 +375,10 @@ class Reducer(CoreReducer):
             )
 
     def agree_weight(self, amount: float) -> GradientWeight:
-        """Starts to agree on the sum of all ranks' amounts. Collective.
+        """Starts to sum all ranks' amounts. Collective.
 
         Raises:
-            RuntimeError: the comm hook is fixed.
+            RuntimeError: virtual ranks fix the comm hook.
             ValueError: `amount` is negative or not finite.
         """
         self.check_free("weight() or join()")
@@ -396,37 +391,35 @@ class Reducer(CoreReducer):
         self.buffer_sync.set_joining(joining)
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
-        """Takes part in the others' next average with weight 0; `.grad` stays as it is."""
+        """Joins the other ranks' next average with weight 0; keeps `.grad`."""
         self.set_weight(weight)
         self.mark_unused(range(len(self.parameters)))
         self.launch_full_buckets()
         self.await_hook()
         self.finish(takes_part=False)
 
-    # Virtual ranks
-    # -------------------------------------------------------------------------------------
+    # Virtual ranks ------------------------------------------------------------------------------
 
     @property
     def virtual_rank_count(self) -> int:
-        """The virtual ranks of a step on all ranks together."""
+        """The number of virtual ranks of a step, on all ranks together."""
         return self._with_virtual_ranks().count
 
     @property
     def virtual_rank_range(self) -> range:
-        """The virtual ranks that this rank runs in a step of the present group, in this order."""
+        """The virtual ranks that this rank runs in a step of the current group, in order."""
         return self._with_virtual_ranks().range()
 
     def virtual_rank(self, index: int) -> AbstractContextManager[None]:
-        """Runs virtual rank `index` inside: forward, and one backward pass without `no_sync()`."""
+        """A context for virtual rank `index`: forward, and one backward without `no_sync()`."""
         return self._with_virtual_ranks().run(index, self)
 
     def run_virtual_ranks(self, function: Callable[[int], object]) -> None:
-        """Calls a function for each of `virtual_rank_range`, as if inside `virtual_rank(i)`.
+        """Calls a function for each index in `virtual_rank_range`, as inside `virtual_rank(i)`.
 
-        With synchronised batch norm the virtual ranks of a rank run in lock step, each in a thread
-        of its own and one at a time, and take the moments of all virtual ranks. Then the function
-        should set what torch keeps for each thread (autocast aside), and all graphs are there at
-        once.
+        With synchronised batch norm, a rank's virtual ranks run in lock step, one at a time in
+        threads of their own, and share moments over all virtual ranks. All their graphs are alive
+        at once. The function must then set torch's thread-local settings, except autocast.
 
         Raises:
             RuntimeError: virtual ranks run different layers.
@@ -434,13 +427,13 @@ class Reducer(CoreReducer):
         self._with_virtual_ranks().run_all(function, self)
 
     def set_step(self, step: int, seed: int | None = None) -> None:
-        """Goes on with virtual ranks from step `step`, counted from 0. Alike on all ranks.
+        """Makes `step` the next step. Every rank must call it, with the same arguments.
 
-        Between two steps. The ranks may be others than before.
+        Call it between steps. The set of ranks may have changed.
 
         Args:
-            step: from 0.
-            seed: of the generators; None leaves it, 0 at the start.
+            step: counted from 0.
+            seed: seeds the generators; None keeps the seed, which is 0 at first.
         """
         self._with_virtual_ranks().set_step(step, seed)
         self.iteration = step
@@ -449,7 +442,7 @@ class Reducer(CoreReducer):
             call()
 
     def abort_step(self) -> None:
-        """Forgets a step that failed before the optimizer's: it may be repeated. Idempotent."""
+        """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
         super().abort_step()
         if self._virtual_ranks is not None:
             self.iteration = self._virtual_ranks.step
@@ -470,15 +463,14 @@ class ReducerStats:
     """Settings and buckets of a `Reducer`.
 
     Attributes:
-        bucket_bytes: size of each bucket, in the order of launch.
-        bucket_cap_bytes: size at which a bucket is closed, the largest of its caps.
-        parameters, parameter_bytes: number of parameters, and their size together.
+        bucket_bytes: size of each bucket, in launch order.
+        bucket_cap_bytes: size at which a bucket is closed, the largest cap.
+        parameters, parameter_bytes: number of parameters, and their total size.
         iteration: number of averages so far.
         rebuilt: True if the buckets are in the order in which gradients became ready.
         overlap, gradient_as_bucket_view, find_unused_parameters, static_graph: settings.
         comm_hook: its name.
-        hook_per_bucket: True if autograd calls the Reducer for the last gradient of each bucket
-            alone, and notes the others.
+        hook_per_bucket: True if autograd calls the Reducer only for each bucket's last gradient.
         transport: "shared memory" if a machine's ranks reduce there, else the backend's name.
     """
 

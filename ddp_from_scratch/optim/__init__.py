@@ -1,1 +1,1 @@
-"""Optimizers on flat parameters: SGD, and SGD whose state the ranks of a machine share."""
+"""SGD, Adam and AdamW on flat parameters, which the ranks of a machine may share."""

@@ -1,7 +1,7 @@
-"""Optimizers on the Reducer's flat buckets, one call for each bucket instead of one per parameter.
+"""Optimizers on the Reducer's flat buckets: one call per bucket instead of one per parameter.
 
-A bucket's gradients lie in one flat tensor already. Here its parameters and their state do, too, at
-the same offsets:
+A bucket's gradients are in one flat tensor. Here so are its parameters and their state, at the same
+offsets:
 
     gradients       |<- fc2.bias ->|<------ fc2.weight ------>|    `bucket.py`: `.grad` is a window
     parameters      |<- fc2.bias ->|<------ fc2.weight ------>|    `flat_params.py`: so is `.data`,
@@ -41,20 +41,19 @@ def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 class FlatOptimizer(torch.optim.Optimizer):
     """One of torch's optimizers, with one flat call per bucket and torch's bits.
 
-    A subclass names torch's class, too, as its second base.
+    The second base of a subclass is torch's class.
 
-    State, parameter groups and `state_dict()` are those of torch's class, and either one loads the
-    other's. Learning-rate schedulers, GradScaler, gradient clipping and step hooks work as with
-    torch's.
+    State, parameter groups and `state_dict()` are those of torch's class, and each class loads the
+    other's. Schedulers, GradScaler, gradient clipping and step hooks work as with torch's class.
 
     The phases of a step:
 
-    1. arrange: if the Reducer has laid its buckets out again, or a parameter group has changed, the
-       parameters are moved into flat tensors, neighbours of one group together: a *run*.
-    2. step the members of each run, neighbours with one flat call.
-    3. one by one, with the same bits: members that are not in place (`.grad` is not the bucket's
-       window, `.data` was replaced), and at the end parameters in no bucket and those that cannot
-       move, such as 16-bit floats on a CPU.
+    1. arrange: if the Reducer has rebuilt its buckets, or a parameter group has changed, parameters
+       move into flat tensors. Neighbours of one group form a *run*, in one tensor.
+    2. step the members of each run with flat calls.
+    3. step the others one by one, with the same bits: members that are not in place (`.grad` is not
+       the bucket's window, `.data` was replaced), then parameters in no bucket, and those that
+       cannot move, such as 16-bit floats on a CPU.
 
     Parameters move in the first step, and rarely later. A view of a parameter that was made before
     does not follow it; `state_dict()`, `load_state_dict()` and deep copies are not affected.
@@ -62,24 +61,22 @@ class FlatOptimizer(torch.optim.Optimizer):
     A copy of the optimizer (deep or pickled) has no Reducer and steps one by one.
 
     Args:
-        params: parameters, named parameters or groups, as every optimizer takes them. Some may not
-            be the Reducer's. Neighbours of one group are stepped together, so groups that alternate
-            from one parameter to the next (weights and biases, say) leave little of the gain.
-        args, settings: as torch's class takes them, without those that choose a kernel.
-        reducer: averages the gradients. From now on it keeps them in its buckets, as with
-            `gradient_as_bucket_view=True`.
+        params: parameters, named parameters or groups, as for any optimizer. Some may not be the
+            Reducer's. Only neighbours of one group share a call, so groups that alternate between
+            parameters (weights and biases, for example) gain little.
+        args, settings: those of torch's class, except settings that choose a kernel.
+        reducer: averages the gradients. It switches to `gradient_as_bucket_view=True`.
 
     Raises:
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
             `differentiable`).
-        ValueError: a value out of its range, as torch's class; none of the Reducer's parameters is
+        ValueError: a value out of range, as in torch's class; none of the Reducer's parameters is
             among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW).
         RuntimeError: see `Reducer.keep_bucket_views`.
     """
 
     _rule: ClassVar[UpdateRule]
-    # True if a run is stepped in parts, each by another rank.
-    _cuts_gradients: ClassVar[bool] = False
+    _cuts_gradients: ClassVar[bool] = False  # True if several ranks each step a part of a run
 
     def __init__(
         self, params: Iterable[Any], *args: Any, reducer: Reducer, **settings: Any
@@ -88,11 +85,10 @@ class FlatOptimizer(torch.optim.Optimizer):
             if name in settings:
                 raise TypeError(f"{type(self).__name__} takes no {name}: it has one kernel")
         super().__init__(params, *args, **settings)
-        # Saved in the groups: torch's class, where it loads them, goes on with the same bits.
+        # Saved in the groups, so that torch's class has the same bits after it loads them.
         for group in (self.defaults, *self.param_groups):
             group["fused"] = self._rule.fused
-        # None in a copy of the optimizer.
-        self._reducer: Reducer | None = reducer
+        self._reducer: Reducer | None = reducer  # None in a copy of the optimizer
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
@@ -103,7 +99,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     load_state_dict = _without_dynamo(torch.optim.Optimizer.load_state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as torch's class; complex parameters only if this optimizer takes them."""
+        """Adds a group, as in torch. Raises a ValueError for complex parameters in Adam, AdamW."""
         self._add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.is_complex() and not self._rule.takes_complex:
@@ -119,7 +115,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters with their `.grad`; `closure` and the result are torch's.
+        """Steps all parameters with their `.grad`; `closure` and the result are as in torch.
 
         Raises:
             RuntimeError: gradients are not averaged yet (from the Reducer).
@@ -129,7 +125,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._arrange()
-        # That closure has stepped the runs itself, in the course of backward.
+        # A `_BackwardAndStep` has stepped the runs during backward.
         if not isinstance(closure, _BackwardAndStep):
             for bucket in self._runs:
                 self._step_bucket(bucket)
@@ -138,23 +134,22 @@ class FlatOptimizer(torch.optim.Optimizer):
         return loss
 
     def backward_and_step(self, loss: torch.Tensor) -> None:
-        """Runs `loss.backward()` and `step()` in one: steps a bucket as soon as it has landed.
+        """Runs `loss.backward()` and `step()` in one, and steps each bucket when it has landed.
 
-        The first buckets are stepped while the last are under way. The result is that of the two
-        calls, bit for bit. It is a call of its own, since nothing can be done between backward and
-        step here: clipping by the global norm and GradScaler look at every gradient before the
-        first parameter changes, so they need the two calls.
+        The first buckets step while the last are in flight. The result is that of the two calls,
+        bit for bit. Use the two calls for clipping by the global norm and GradScaler, which must
+        see every gradient before the first parameter changes.
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
-                `no_sync()`. Nothing was stepped then. Also after an earlier part of the loss went
+                `no_sync()`; nothing was stepped. Also after an earlier part of the loss ran
                 backward outside of `no_sync()`.
         """
         if self._reducer is None:
             name = type(self).__name__
             raise RuntimeError(f"a copy of a ddp.{name} has no Reducer: call backward() and step()")
         self._arrange()
-        # Through step(), so that hooks and schedulers see one step.
+        # Calls `step`, so that hooks and schedulers see one step.
         self.step(_BackwardAndStep(loss, self, self._reducer))
 
     # 1. arrange ---------------------------------------------------------------------------------
@@ -170,7 +165,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):
             return
-        # Also parameters in no bucket: one of these may share its memory with one that would move.
+        # Includes parameters in no bucket, which may share memory with one that would move.
         shared = overlapping([p for group in self.param_groups for p in group["params"]])
         self._runs: dict[Bucket, list[FlatParams]] = {
             bucket: self._make_runs(bucket, shared) for bucket in buckets
@@ -185,15 +180,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._arranged_for = (buckets, groups)
 
     def _make_runs(self, bucket: Bucket, shared: set[int]) -> list[FlatParams]:
-        """Moves the bucket's parameters in runs, each of one group; some cannot move."""
+        """Moves the bucket's parameters into runs of one group each, except those that cannot."""
         rows = zip(self._groups_of(bucket), bucket.parameters(), bucket.views, strict=True)
-        # None for a parameter that stays where it is.
+        # None for a parameter that does not move.
         groups = [g if can_move(p, view) and id(p) not in shared else None for g, p, view in rows]
         offsets, itemsize = bucket.offsets, bucket.buffer().itemsize
         cuts = [0]
         for i in range(1, len(groups)):
             odd = (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0
-            # A part that begins within a piece need not begin at a cache line of a parameter.
+            # A part that begins inside a piece might not begin at a cache line of a parameter.
             apart = odd and self._cuts_gradients and not self._rule.exact_anywhere
             if apart or groups[i] != groups[i - 1]:
                 cuts.append(i)
@@ -207,7 +202,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         return in_huge_pages(like.new_empty(numel))
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
-        """Returns the index of each member's parameter group; None for a parameter of no group."""
         groups = enumerate(self.param_groups)
         index_of = {id(p): index for index, group in groups for p in group["params"]}
         return [index_of.get(id(parameter)) for parameter in bucket.parameters()]
@@ -222,7 +216,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             stretches = run.gather(members, self.state, group)
             run.update(stretches, group, 0, run.gradient)
             run.count(stretches)
-            # Autograd counts changes of a parameter, not of the memory that it lies in.
+            # Autograd counts writes to a parameter, but not those through other tensors.
             increment_version([run.parameters[index] for index in members])
             for index in set(range(len(run.parameters))).difference(members):
                 self._step_alone(run.parameters[index], group)
@@ -236,7 +230,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 class _BackwardAndStep(Extension):
-    """The closure of `backward_and_step`: steps each bucket in the course of `backward()`."""
+    """The closure of `backward_and_step`, which steps buckets during `backward()`."""
 
     def __init__(self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer) -> None:
         self._loss, self._optimizer, self._reducer = loss, optimizer, reducer
@@ -247,7 +241,7 @@ class _BackwardAndStep(Extension):
         try:
             self._loss.backward()
         finally:
-            # Also after an error: a later backward() must not step.
+            # Also after an error, since a later backward() must not step.
             self._reducer.remove_extension(self)
         if not self._stepped:
             self._reducer.check_complete()
@@ -259,16 +253,15 @@ class _BackwardAndStep(Extension):
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         if takes_part and bucket in self._optimizer._runs:
-            # All other parameters are stepped later, one by one.
             self._optimizer._step_bucket(bucket)
             self._stepped = True
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):
-    """torch.optim.SGD with one flat call per bucket; the same parameters to the last bit.
+    """torch.optim.SGD with one flat call per bucket, and the same bits.
 
-    They are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
-    momentum of a parameter's last elements otherwise.
+    The bits are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
+    momentum of a parameter's last elements differently.
 
     Args: lr, momentum, dampening, weight_decay, nesterov and maximize as in torch.optim.SGD. See
         `FlatOptimizer` for params and reducer, errors, and what a step does.
@@ -280,9 +273,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
 
 class Adam(FlatOptimizer, torch.optim.Adam):
-    """torch.optim.Adam with one flat call per bucket; the same parameters to the last bit.
-
-    They are those of `fused=True`.
+    """torch.optim.Adam with one flat call per bucket, and the bits of `fused=True`.
 
     Args: lr, betas, eps, weight_decay, amsgrad and maximize as in torch.optim.Adam. See
         `FlatOptimizer` for params and reducer, errors, and what a step does.
@@ -297,7 +288,7 @@ class Adam(FlatOptimizer, torch.optim.Adam):
 
 
 class AdamW(FlatOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW with one flat call per bucket: as `ddp.Adam`, with decoupled decay.
+    """torch.optim.AdamW with one flat call per bucket: `ddp.Adam` with decoupled weight decay.
 
     Follows: torch/optim/adamw.py, and `_fused_adam` in torch/optim/adam.py.
     """

@@ -1,12 +1,12 @@
-"""Flat parameters and their state: neighbours of a bucket moved into one tensor, stepped together.
+"""Flat parameters and state: neighbours in a bucket share one tensor and are stepped together.
 
 bucket.buffer   |<- fc2.bias ->|<------ fc2.weight ------>|<- fc1.bias ->| ...
 run.gradient    |<- fc2.bias ->|<------ fc2.weight ------>|    a part of the buffer
 run.flat        |<- fc2.bias ->|<------ fc2.weight ------>|    every `.data` is a window of it
 momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    so is every state: "exp_avg", ...
 
-A parameter begins at a cache line. After one whose size is no multiple of a cache line there is a
-gap in `flat` that the gradients do not have, and a *piece* ends. One call steps all pieces:
+Parameters begin at cache lines. After a parameter whose size is not a multiple of a cache line,
+`flat` has a gap that the gradients do not have, and a *piece* ends. One call steps all pieces:
 
 run.gradient    |<- bias ->|<------- weight ------->|<- bias ->|
 run.flat        |<- bias ->|  |<------- weight ------->|  |<- bias ->|
@@ -21,17 +21,16 @@ import torch
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule
 
-# Neighbours in a run that are stepped alike: the members `first` to `last - 1`, and the number of
-# steps that their state has seen (`UpdateRule`).
+# Neighbours of one age in a run: the members `first` to `last - 1`, and their age (`UpdateRule`).
 Stretch: TypeAlias = tuple[int, int, int]
 
 
 class FlatParams:
     """A run: neighbours in a bucket that belong to one parameter group, in one flat tensor.
 
-    Each member begins at a cache line, since torch allocates it so: at other addresses BLAS rounds
-    a matrix product differently, and a step may round other elements as its last ones. Windows of
-    `gradient` and of `flat` are the `.grad` and `.data` of members: `gradients` and `places`.
+    Each member begins at a cache line, as in torch's own allocations. Elsewhere BLAS rounds matrix
+    products differently, and a step may round other elements as its last ones. The `.grad` and
+    `.data` of members are `gradients`, windows of `gradient`, and `places`, windows of `flat`.
     """
 
     def __init__(
@@ -40,15 +39,15 @@ class FlatParams:
         members: slice,
         group: int,
         rule: UpdateRule,
-        allocate: Callable[[int, torch.Tensor], torch.Tensor],  # as many elements, like another's
+        allocate: Callable[[int, torch.Tensor], torch.Tensor],  # of a size, like another tensor
     ) -> None:
         self.group, self._rule, self._allocate = group, rule, allocate
         self.parameters, self.gradients = bucket.parameters()[members], bucket.views[members]
         begin = bucket.offsets[members.start]
-        # The element of the gradient at which each member begins, and the end of the last one.
+        # Where members begin in the gradient, and the last one's end, in elements.
         self._offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters)]
         self.gradient = bucket.buffer()[begin : begin + self._offsets[-1]]
-        # The same in the flat tensor, and the members with which pieces begin.
+        # Where each member begins in the flat tensor, and the members with which pieces begin.
         self._line = CACHE_LINE // self.gradient.itemsize
         self._begins, self._pieces, end = [], [0], 0
         for index, parameter in enumerate(self.parameters):
@@ -60,15 +59,15 @@ class FlatParams:
         self._pieces.append(len(self.parameters))
         self.flat = allocate(self._round_up(end), self.gradient)
         self.places = self._windows(self.flat)
-        # The state by its key: a flat tensor, and a window for each member. Allocated when needed.
+        # State by key: a flat tensor, and a window for each member. Allocated when needed.
         self._state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
-        # The columns of a step of all members, by the names of their state: the same in most steps.
+        # Cached columns of a step of all members, by the names of their state.
         self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
-        # The parameters stay the same objects: the module and other optimizers hold them.
+        # The parameters stay the same objects, which the module and other optimizers hold.
         for parameter, place in zip(self.parameters, self.places, strict=True):
             place.copy_(parameter)
             parameter.data = place
-        # For `in_place`, which looks at each parameter in each step: addresses are known already.
+        # `in_place` checks every parameter in every step, so addresses are cached.
         columns = self.parameters, self.places, self.gradients
         self._rows = [
             (parameter, place.data_ptr(), gradient.data_ptr(), gradient.stride())
@@ -79,14 +78,13 @@ class FlatParams:
         return -(-element // self._line) * self._line
 
     def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts `flat` into windows, each with the strides of a member's gradient."""
         return [
             flat.as_strided(gradient.shape, gradient.stride(), begin)
             for gradient, begin in zip(self.gradients, self._begins, strict=True)
         ]
 
     def in_place(self) -> list[int]:
-        """Returns the members whose parameter and gradient lie in their windows."""
+        """Returns the members whose parameter and gradient are in their windows."""
         return [
             index
             for index, (parameter, at, gradient_at, strides) in enumerate(self._rows)
@@ -103,13 +101,13 @@ class FlatParams:
         states: Mapping[torch.Tensor, dict[str, Any]],
         group: dict[str, Any],
     ) -> list[Stretch]:
-        """Moves the state of these members into flat tensors, and joins neighbours of one age."""
+        """Moves these members' state into flat tensors, and groups neighbours of one age."""
         names = self._rule.state_names(group)
         ages = [1] * len(self.parameters)
         for name in names:
             if name not in self._state:
                 if name == "step":
-                    # Numbers for Python, on whatever device the parameters are.
+                    # On the CPU, because Python reads these numbers.
                     steps = torch.zeros(len(self.parameters))
                     self._state[name] = steps, steps.unbind()
                 else:
@@ -132,7 +130,7 @@ class FlatParams:
             ages = list(map(int, self._state["step"][0].tolist()))
         if len(members) == len(ages) and len(set(ages)) == 1:
             return [(0, len(ages), ages[0])]
-        # Neighbours are as far from their places in `members`.
+        # Neighbours have the same distance between index and position in `members`.
         alike = groupby(enumerate(members), lambda row: (row[1] - row[0], ages[row[1]]))
         parts = [(age, [index for _, index in rows]) for (_, age), rows in alike]
         return [(part[0], part[-1] + 1, age) for age, part in parts]
@@ -144,7 +142,7 @@ class FlatParams:
         begin: int,
         gradient: torch.Tensor,
     ) -> None:
-        """Steps the elements from `begin` on with this part of the gradient."""
+        """Steps the elements that begin at `begin` with this part of the gradient."""
         names = tuple(name for name in self._rule.state_names(group) if name != "step")
         for first, last, age in stretches:
             whole = gradient is self.gradient and (first, last) == (0, len(self.parameters))
@@ -170,7 +168,7 @@ class FlatParams:
             if low >= high:
                 continue
             shift = self._begins[piece] - self._offsets[piece]
-            # Into the gap, with any numbers: a whole cache line is stepped by the fused kernel.
+            # Extends into the gap, so that the fused kernel also steps the last cache line.
             full = self._round_up(high + shift) - shift
             if self._rule.exact_anywhere and high == self._offsets[next_piece]:
                 high = full if full <= begin + gradient.numel() else high
@@ -188,15 +186,14 @@ class FlatParams:
 
 def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     """True if moving a parameter changes neither its strides nor the bits of a step."""
-    # The last elements of a tensor do not fill a vector. In 16 bits on a CPU, torch computes these
-    # with one rounding more; in a flat tensor other elements are the last.
+    # For 16 bits on a CPU, torch rounds once more in the last elements, which do not fill a vector.
+    # In a flat tensor other elements are the last.
     sixteen_bit_on_cpu = parameter.element_size() == 2 and parameter.device.type == "cpu"
     return parameter.stride() == view.stride() and not sixteen_bit_on_cpu
 
 
 def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """Returns the ids of parameters that share memory with another one."""
-    # Moved, such parameters would no longer share memory, and nothing would report it.
+    """Returns the ids of parameters that share memory. Moving them would silently end that."""
     ranges = [(p.data_ptr(), p.data_ptr() + p.nbytes, id(p)) for p in parameters if p.numel()]
     found = set()
     furthest = 0, 0  # the end of all ranges so far, and the parameter that ends there

@@ -1,8 +1,7 @@
 r"""Optimizers with one copy of parameters and state for all ranks of a machine.
 
-With an ordinary optimizer every rank of a machine ends a step with the same average, takes the same
-step, and has the same parameters. Here the ranks share one copy of the parameters and of the
-optimizer's state in memory, and each steps its share of them for all:
+With an ordinary optimizer every rank of a machine takes the same step on the same parameters. Here
+the ranks share one copy of parameters and optimizer state, and each rank steps its share for all:
 
     gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
                              \______\__________________/______/
@@ -10,7 +9,7 @@ optimizer's state in memory, and each steps its share of them for all:
                              rank 0's share           rank 1's share
 
 A chunk of the average exists only in the cache of the rank that steps with it. With several
-machines, each share is averaged with the ranks that have the same share on the others.
+machines, the ranks with the same share on each machine average it.
 """
 
 import zlib
@@ -34,23 +33,22 @@ from ddp_from_scratch.sync.check_sync import check_sync
 class NodeSharedOptimizer(FlatOptimizer):
     """A flat optimizer with one copy of parameters and state for all ranks of a machine.
 
-    A subclass names the flat optimizer, too, as its second base. The parameters are that one's: to
-    the last bit if the world size is a power of two, else to rounding. `backward_and_step` is the
-    fast way: no gradient is averaged in `.grad`, which is None afterwards (except sparse ones).
-    `backward()` and `step()` work, too: between them `.grad` holds averages, to be clipped or
-    unscaled.
+    The second base of a subclass is the flat optimizer. Parameters equal that optimizer's, to the
+    last bit if the world size is a power of two, else to rounding. `backward_and_step` is faster,
+    since it averages nothing in `.grad`, which is None afterwards (except sparse gradients). With
+    `backward()` and `step()`, `.grad` holds averages in between, which may be clipped or unscaled.
 
-    A step begins when all ranks have ended their backward pass, and returns when all shares are
-    stepped. So no forward or backward pass sees a parameter half written. A write to a parameter by
-    hand changes it for every rank of the machine: let all ranks write alike, or one of them, with a
+    A step begins when all ranks have ended backward, and returns when all shares are stepped, so no
+    forward or backward pass sees a half-written parameter. If a program writes to a parameter, all
+    ranks of the machine see it: let all ranks write the same values, or let one rank write, with a
     barrier (`dist.barrier()`) before and after.
 
     The first step compares the parameters over all ranks, and moves them into shared memory.
 
     Args:
         params, args, settings, reducer: see `FlatOptimizer`. The reducer must be on mpi, or on
-            gloo with shared memory. Its parameters must all be among `params`, float32
-            or float64 on the CPU, no two of them in the same memory.
+            gloo with shared memory. All its parameters must be among `params`, float32 or float64
+            on the CPU, and in separate memory.
 
     Raises:
         TypeError, ValueError: see `FlatOptimizer`; or these conditions are not met.
@@ -67,7 +65,6 @@ class NodeSharedOptimizer(FlatOptimizer):
         super().__init__(params, *args, reducer=reducer, **settings)
         name = type(self).__name__
         reducer.check_free(name)
-        # In its memory the reducer's buckets lie.
         group = reducer.group()
         if not isinstance(group, SharedMemoryGroup):
             raise ValueError(
@@ -91,7 +88,7 @@ class NodeSharedOptimizer(FlatOptimizer):
                 f"to be wrapped itself; ddp.{name.removeprefix('NodeShared')} does without"
             )
         self._check_groups()
-        # Tensors have moved since the last step: the next one frees the memory that they left.
+        # `_moved`: tensors have moved, and the next step frees their old memory.
         self._moved = self._checked = False
 
     def backward_and_step(self, loss: torch.Tensor) -> None:
@@ -105,25 +102,25 @@ class NodeSharedOptimizer(FlatOptimizer):
             return
         self._check_groups()
         self._arrange()
-        # The ranks read each other's local gradients in shared memory, so buckets send nothing.
+        # The ranks read each other's local gradients from shared memory, so buckets send nothing.
         with self._reducer.keeping_local():
             super().backward_and_step(loss)
         for runs in self._runs.values():
             for run in runs:
                 for parameter in run.parameters:
-                    # Local gradients, which look like averages but are none.
+                    # These gradients are local, but would be taken for averages.
                     parameter.grad = None
 
     def _arrange(self) -> None:
         if self._reducer is not None and not self._checked:
-            # The parameters of all ranks become one: a difference would go unnoticed.
+            # All ranks' parameters become one copy, which would hide a difference.
             ours = {id(p) for bucket in self._buckets for p in bucket.parameters()}
             module = self._reducer.module
             others = [n for n, p in module.named_parameters() if id(p) not in ours]
             check_sync(module, self._reducer.process_group, ignore=others)
             self._checked = True
         super()._arrange()
-        # Their gradients are never averaged in `.grad`, so they must not be stepped one by one.
+        # Gradients in `.grad` may be local, so no parameter may be stepped alone.
         alone = {id(parameter) for parameter, _ in self._alone}
         for bucket in self._buckets:
             for parameter in bucket.parameters():
@@ -154,22 +151,21 @@ class NodeSharedOptimizer(FlatOptimizer):
                 continue
             group = self.param_groups[run.group]
             stretches = run.gather(_members(run), self.state, group)
-            # The ranks compare this text: all must step alike, since each steps its share for all.
+            # The ranks compare this text, because each steps its share for all.
             values = {name: group[name] for name in self._rule.settings if group[name]}
-            # A tensor would be printed with four digits alone.
+            # A tensor would be printed with only four digits.
             exact = {k: v.item() if torch.is_tensor(v) else v for k, v in values.items()}
             settings = ", ".join(f"{name}={value}" for name, value in exact.items())
             parts = f"{zlib.crc32(repr(stretches).encode()):08x}"
             text = f"step with {settings} of parts {parts}"
             receive = partial(run.update, stretches, group)
-            # In `step` the gradients are averages already; averaging equal values changes nothing.
+            # In `step` the gradients are averages already, and averaging equal values keeps them.
             self._group.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
             run.count(stretches)
             # Autograd cannot see writes to the flat tensor, nor those of other ranks.
             increment_version(run.parameters)
         if bucket.index() == len(self._runs) - 1:
-            # After this barrier parameters are whole again and no rank reads another's gradients.
-            # If tensors have moved, the memory that they left is freed as well.
+            # After this barrier all parameters are written, and no rank reads another's gradients.
             end = self._group.free_unused if self._moved else self._group.barrier().wait
             self._moved = False
             end()
@@ -197,7 +193,7 @@ class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
 
 
 def _members(run: FlatParams) -> list[int]:
-    """Returns the members that have gradients, each of which is then in its bucket."""
+    """Returns the members that have gradients, after copying these into their buckets."""
     members = run.in_place()
     if len(members) == len(run.parameters):
         return members
@@ -209,7 +205,7 @@ def _members(run: FlatParams) -> list[int]:
                 f"longer: its .data was replaced after the first step"
             )
         if parameter.grad is not None:
-            # The buckets were laid out again, or the program has set another `.grad`.
+            # The buckets were rebuilt, or the program has set another `.grad`.
             if not lies_at(parameter.grad, run.gradients[index]):
                 run.gradients[index].copy_(parameter.grad)
             members.append(index)

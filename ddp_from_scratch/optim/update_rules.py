@@ -1,8 +1,8 @@
-"""Arithmetic of torch's optimizers: one step on tensors, with torch's fused kernels and its bits.
+"""One step of torch's optimizers on flat tensors, with torch's fused kernels and bits.
 
-A kernel takes a tensor in vectors, and its threads divide the tensor at cache lines. So a tensor
-may be cut at every cache line, and the bits stay the same. Only the elements at its end that fill
-no vector may be rounded otherwise than the same elements elsewhere.
+A kernel processes a tensor in vectors, and its threads split the tensor at cache lines. So cutting
+a tensor at a cache line does not change the bits. Only the last elements, which do not fill a
+vector, may be rounded differently.
 """
 
 from abc import ABC, abstractmethod
@@ -15,46 +15,42 @@ import torch
 
 from ddp_from_scratch.core.memory import dense_strides
 
-# Bytes. A multiple of the vectors of every CPU that torch has kernels for.
+# In bytes. A multiple of the vector size of every CPU that torch has kernels for.
 CACHE_LINE = 64
 
 Group = dict[str, Any]
-# The parameter, its gradient, and its state in the order of `state_names`, without "step".
+# A parameter, its gradient, and its state in the order of `state_names`, without "step".
 Tensors = Sequence[torch.Tensor]
-Columns = Sequence[list[torch.Tensor]]  # the same of several parameters
+Columns = Sequence[list[torch.Tensor]]  # the same, for several parameters
 
 
 class UpdateRule(ABC):
-    """One step of one of torch's optimizers.
+    """The arithmetic of one of torch's optimizers.
 
-    `age` is the number of steps that a state has seen before this one, as its "step" counts them.
-    For a state without "step" it is 0 if there are no values yet, else 1.
+    `age` is a state's number of earlier steps. Without a "step" that counts them it is 0 or 1.
     """
 
     settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
-    fused: bool | None  # the `fused` of torch's class with the same bits
+    fused: bool | None  # torch's class has the same bits with this `fused`
     takes_complex: bool
-    exact_anywhere: bool  # an element's bits do not depend on its place in a tensor
+    exact_anywhere: bool  # an element's bits do not depend on its position in a tensor
 
     @abstractmethod
     def state_names(self, group: Group) -> tuple[str, ...]:
-        """Returns the keys of a parameter's state. All but "step" have the parameter's shape."""
+        """Returns the keys of a parameter's state; all but "step" have the parameter's shape."""
 
     @abstractmethod
     def update(self, tensors: Tensors, age: int, group: Group) -> None:
-        """Steps a parameter: changes it and its state, but not its gradient."""
+        """Steps a parameter and its state; keeps the gradient."""
 
     @abstractmethod
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        """Steps parts of flat parameters, each contiguous, in one call.
-
-        A part begins at a cache line of its parameter, unless the rule is exact anywhere.
-        """
+        """Steps contiguous parts, which begin at cache lines unless the rule is exact anywhere."""
 
     def step(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Group
     ) -> None:
-        """Steps one parameter by itself; makes its state in the first step, as torch does."""
+        """Steps one parameter. Like torch, it allocates the state in the first step."""
         names = self.state_names(group)
         age = int(all(state.get(name) is not None for name in names))
         like = gradient if gradient.is_sparse else parameter
@@ -70,11 +66,11 @@ class UpdateRule(ABC):
 
 
 class SGDRule(UpdateRule):
-    """torch.optim.SGD with the bits of `foreach=False`, which are those of `foreach=True`.
+    """torch.optim.SGD with the bits of `foreach=False` and `foreach=True`.
 
-    torch's `fused=True` has them, too, but for the momentum of a parameter's last elements (at most
-    7 in float32, 3 in float64), which it rounds once less. Here these take the operations of
-    `foreach=False`, and all others the fused kernel.
+    torch's `fused=True` differs only in the momentum of a parameter's last elements (at most 7 in
+    float32, 3 in float64), which it rounds once less. Here `foreach=False`'s operations step these
+    elements, and the fused kernel steps all others.
     """
 
     settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
@@ -103,7 +99,7 @@ class SGDRule(UpdateRule):
         parameter.add_(gradient, alpha=-float(group["lr"]))
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        # The fused kernel up to each part's last cache line, and `update` on the rest.
+        # The fused kernel steps the whole cache lines of each part, and `update` the rest.
         first = columns[0][0]
         rest = list(columns)
         if has_exact_kernel(first.dtype, first.device.type):
@@ -137,7 +133,7 @@ class AdamRule(UpdateRule):
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam instead"
             )
-        # The kernel goes through memory from begin to end.
+        # The kernel ignores strides.
         strides = dense_strides(tensors[0])
         in_order = all(tensor.stride() == strides for tensor in tensors)
         dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
@@ -149,7 +145,7 @@ class AdamRule(UpdateRule):
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         parameters, gradients, first, second, *largest = columns
-        # Filled there: a copy would let the host wait for a GPU.
+        # Filled on the device, because a copy would make the host wait for a GPU.
         step = torch.full((), age + 1.0, device=parameters[0].device)
         beta1, beta2 = group["betas"]
         steps, settings = [step] * len(parameters), {name: group[name] for name in self._of_kernel}
@@ -171,8 +167,8 @@ def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
 
 @cache
 def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
-    """True if torch's fused SGD has the bits of its separate operations here. Tried once."""
-    # The compiler chose which product and sum are rounded as one: a matter of the build of torch.
+    """True if torch's fused SGD has the bits of its separate operations. Tried once."""
+    # The build of torch decides: its compiler may fuse a product and a sum, which rounds once.
     if not dtype.is_floating_point or device not in ("cpu", "cuda"):
         return False
     numbers = torch.linspace(-1.7, 1.3, 512, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Synchronises buffers at the end of backward, a point that every rank is known to reach.
+"""Synchronises buffers at the end of backward, which every rank is known to reach.
 
 reducer = ddp.Reducer(model, broadcast_buffers=True)
 """
@@ -18,28 +18,26 @@ from ddp_from_scratch.waiting import wait
 
 
 class BufferHook(NamedTuple):
-    """A hook that synchronises buffers in place of rank 0's."""
+    """A hook that replaces the broadcast of rank 0's buffers."""
 
     state: Any
-    # Called with `state` and `{name: buffer}`; returns None, or futures to wait for.
+    # Takes `state` and `{name: buffer}`; returns None, or futures to wait for.
     call: Callable[[Any, dict[str, torch.Tensor]], Any]
-    before: bool  # a forward pass, not after it
+    before: bool  # True runs the hook before forward, False after it
 
 
 class _Message(NamedTuple):
-    """Buffers of one dtype and device on their way."""
-
     buffers: list[torch.Tensor]
     flat: torch.Tensor
     work: dist.Work
 
 
 class BufferSync(Extension):
-    """Gives all ranks one rank's buffers at the end of each synchronised backward pass.
+    """Broadcasts one rank's buffers at the end of each synchronised backward pass.
 
-    Buffers are launched behind the last bucket, and written when every bucket has landed. With a
-    hook, `before_forward` or `after_forward` calls the hook instead. Inside `join()`, `in_join`
-    sends them before forward: the ranks agree in each step on the rank to send from.
+    The broadcast starts after the last bucket is launched; the buffers are written after every
+    bucket has landed. A hook runs around forward instead. Inside `join()`, `in_join` sends buffers
+    before forward, because the ranks first agree on the rank to send from.
     """
 
     def __init__(
@@ -51,16 +49,14 @@ class BufferSync(Extension):
         self._module, self._process_group, self._ignore = module, process_group, ignore
         self.enabled = False
         self.hook: BufferHook | None = None
-        # Hooks are called in the first forward pass after an average, as torch calls them.
-        self._hook_is_due = True
+        self._hook_is_due = True  # in the first forward pass after an average, as in torch
         self._joining = False
         self._futures: list[torch.futures.Future[Any]] = []
-        # Buffers under way between `_launch` and `_finish`; below, the rank that sends them.
-        self._sent: list[_Message] = []
-        self._src = 0
+        self._sent: list[_Message] = []  # in flight between `_launch` and `_finish`
+        self._src = 0  # the rank that sends them
 
     def enable(self, enabled: bool) -> None:
-        """On all ranks alike. Raises a ValueError for an expanded buffer."""
+        """Sets `enabled`, on every rank. Raises a ValueError for an expanded buffer."""
         if enabled:
             check_buffers(self._module, self._ignore)
         self.enabled = enabled
@@ -74,8 +70,8 @@ class BufferSync(Extension):
     # At the end of a backward pass --------------------------------------------------------------
 
     def on_all_launched(self) -> None:
-        # At the end of backward, not before forward as in torch's DDP: a forward pass may be one
-        # rank's own (an evaluation). Forward passes in training find the same buffers either way.
+        # Not before forward as in torch's DDP, because one rank may run forward alone (an
+        # evaluation). Training sees the same buffers either way.
         if self.enabled and self.hook is None and not self._joining:
             self._launch(0)
 
@@ -95,14 +91,13 @@ class BufferSync(Extension):
             flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
         else:
             flat = buffers[0].new_empty(sum(buffer.numel() for buffer in buffers))
-        # Bytes, which every backend can send, whatever the dtype.
-        wire = flat.view(torch.uint8)
-        # Asynchronous: it travels while the buckets are waited for.
+        wire = flat.view(torch.uint8)  # every backend can send bytes
+        # Asynchronous, so that it overlaps with the wait for the buckets.
         work = dist.broadcast(wire, group=self._process_group, group_src=self._src, async_op=True)
         return _Message(buffers, flat, of_member(work))
 
     def _finish(self) -> None:
-        """Waits for buffers under way, and for the futures of hooks. Idempotent."""
+        """Waits for buffers in flight and for the futures of hooks. Idempotent."""
         sent, self._sent = self._sent, []
         for message in sent:
             wait(message.work)
@@ -118,16 +113,16 @@ class BufferSync(Extension):
 
     @torch.no_grad()
     def _write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Writes values to buffers. A graph that saved an old value is still right, or raises."""
+        """Writes values to buffers. A graph that saved an old value stays right, or raises."""
         uncounted: tuple[torch.Tensor, ...] = ()
-        # Autograd counts writes, and raises in backward if a value that it saved has changed since.
-        # A buffer that more than Python holds may be such a value.
+        # Autograd counts writes to a tensor, and backward raises if a saved tensor was written.
+        # A use count above 1 means that something besides Python, perhaps a graph, holds a buffer.
         if any(b._use_count() > 1 for b, _ in pairs):  # type: ignore[attr-defined, unused-ignore]
             norms = [m for m in self._module.modules() if isinstance(m, _NormBase)]
             statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-            # Running statistics uncounted, as by batch norm's own kernel: no backward reads them.
+            # As in batch norm's kernel, running statistics are not counted: no backward reads them.
             uncounted = tuple(buffer for buffer, _ in pairs if id(buffer) in statistics)
-            # Others, such as tables of positions, are not written if they would stay the same.
+            # Others, such as position tables, are written only if their values change.
             pairs = [(b, v) for b, v in pairs if id(b) in statistics or not torch.equal(b, v)]
         if pairs:
             buffers, values = map(list, zip(*pairs, strict=True))
@@ -137,7 +132,7 @@ class BufferSync(Extension):
     # Around a forward pass ----------------------------------------------------------------------
 
     def in_join(self, src: int) -> None:
-        """Sends rank `src`'s buffers to all, before a forward pass in `join()`. Collective."""
+        """Broadcasts rank `src`'s buffers before a forward pass in `join()`. Collective."""
         if self.hook is None:
             if self.enabled:
                 self._launch(src)
@@ -146,7 +141,6 @@ class BufferSync(Extension):
             self._run(self.hook)
 
     def before_forward(self) -> None:
-        """Calls a hook that is due before forward. Collective, as the hook is."""
         if self.hook is not None and self.hook.before and self._hook_is_due and self.enabled:
             self._run(self.hook)
 
@@ -156,7 +150,7 @@ class BufferSync(Extension):
         self._hook_is_due = averages
 
     def send(self, src: int, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Sends rank `src`'s buffers, or these tensors, to all; for hooks. Collective."""
+        """Broadcasts rank `src`'s buffers, or these tensors, for hooks. Collective."""
         buffers = list(self.named().values()) if tensors is None else tensors
         send_tensors(buffers, src, self._process_group)
 

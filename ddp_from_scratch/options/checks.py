@@ -1,4 +1,4 @@
-"""Raises if averages would be missing or wrong, and names the parameter and the rank."""
+"""Raises if an average would be missing or wrong, and names the parameter and the rank."""
 
 from collections.abc import Collection, Mapping
 from itertools import chain
@@ -15,27 +15,26 @@ from ddp_from_scratch.errors import AGAIN, shortened
 from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gather_integers
 
-# Called for all parameters before every forward pass: without a Python call for each.
+# Mapped over all parameters before every forward pass, so they must not be Python functions.
 _version = attrgetter("_version")
 _requires_grad, _dtype, _device = map(attrgetter, ("requires_grad", "dtype", "device"))
-# The expensive checks run in the first so many forward passes, and then in every so many.
+# The expensive checks run in each of the first 10 forward passes, then in every tenth.
 _OFTEN = 10
 
 
 class Checks(Extension):
-    """Compares the module with what it was, and parameters before and after forward."""
+    """Detects a changed module, and forward passes that write to parameters."""
 
     def __init__(self, snapshot: "ModuleSnapshot", ignore: Collection[str]) -> None:
         self._snapshot, self._ignore = snapshot, ignore
-        # Versions of all parameters as the forward pass under way began; None outside of one in
-        # training. Writes to `parameter.data` are missed: torch does not count them.
+        # Versions of all parameters at the start of the current forward pass in training; None
+        # otherwise. torch does not count writes to `parameter.data`, so these are missed.
         self._before: list[int] | None = None
-        self._written: dict[str, None] = {}  # by forward passes so far
+        self._written: dict[str, None] = {}  # names of parameters that forward passes wrote to
         self._forwards = 0
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
-        # One rank alone cannot differ from others.
         self._watches_writes = dist.get_world_size(reducer.process_group) > 1
         if self._watches_writes:
             reducer.add_extension(_FirstAverage(self))
@@ -44,12 +43,12 @@ class Checks(Extension):
     def on_forward(self) -> None:
         reducer: CoreReducer = self._of()
         module = reducer.module
-        # Recomputing a forward pass, for activation checkpointing, is part of backward.
+        # Activation checkpointing recomputes forward passes inside backward.
         recomputing = torch._C._current_graph_task_id() != -1
-        # One rank alone may evaluate. But a module in training mode without gradients may be inside
-        # a reentrant checkpoint, which runs its forward pass without them first.
+        # An evaluation under no_grad() may run on one rank alone, so it is not checked. A module in
+        # training mode is: reentrant checkpoints first run their forward pass under no_grad().
         training = not recomputing and (torch.is_grad_enabled() or module.training)
-        # Forgets an earlier forward pass that an exception has ended.
+        # An exception may have ended the last forward pass before `on_forwarded`.
         self._before = None
         if not training:
             return
@@ -77,7 +76,7 @@ class Checks(Extension):
         names = self._snapshot.parameters
         written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
         self._written |= dict.fromkeys(written)
-        # Writes before the first average make the Reducer compare ranks. Later ones would not.
+        # Writes before the first average lead to a comparison (`_FirstAverage`); later ones raise.
         reducer: CoreReducer = self._of()
         if written and reducer.iteration and not self._compares(reducer):
             raise RuntimeError(
@@ -91,7 +90,7 @@ class Checks(Extension):
         return DriftCheck in map(type, reducer.extensions)
 
     def compare_writers(self) -> None:
-        """Has ranks compared from now on if a forward pass on any of them has written."""
+        """Adds a `DriftCheck` if a forward pass on any rank has written. Collective."""
         reducer: CoreReducer = self._of()
         if not self._compares(reducer):
             group = reducer.process_group
@@ -100,7 +99,7 @@ class Checks(Extension):
             if any(map(any, counts)):
                 every = EVERY_AFTER_WRITES
                 drift = DriftCheck(every, reducer.module, group, self._ignore, after_writes=True)
-                reducer.add_extension(drift)  # which is called in this average, too
+                reducer.add_extension(drift)  # its `on_average` runs in this average, too
 
 
 class _FirstAverage(Extension):
@@ -111,12 +110,12 @@ class _FirstAverage(Extension):
         if iteration == 1:
             self._checks.compare_writers()
         else:
-            # Not in the first, which may be repeated (`abort_step`).
+            # The first average may be repeated (`abort_step`), so this stays until the second.
             self._of().remove_extension(self)
 
 
 def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
-    """Returns the layers in training that take their moments over several ranks."""
+    """Returns the layers in training mode that compute their moments over several ranks."""
     return [
         layer
         for layer in module.modules()
@@ -125,7 +124,7 @@ def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
 
 
 class ModuleSnapshot:
-    """The parameters of a module when the Reducer was made, but those to ignore."""
+    """A module's parameters when the Reducer was made, without the ignored ones."""
 
     def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
         self._ignore = frozenset(ignore)
@@ -136,7 +135,7 @@ class ModuleSnapshot:
         self.look_at(module)
 
     def look_at(self, module: torch.nn.Module) -> None:
-        """Notes which tensors and modules each submodule owns."""
+        """Records which parameters and modules each submodule owns."""
         pairs = ((owner._parameters, owner._modules) for owner in module.modules())
         tables: list[Any] = [*chain.from_iterable(pairs)]
         self._full = [table.values() for table in tables if table]
@@ -144,14 +143,10 @@ class ModuleSnapshot:
         self._owned = [*chain.from_iterable(self._full)]
 
     def looks_different(self, all_of_it: bool) -> bool:
-        """True if `difference` is to look for a change; asked in every forward pass.
-
-        With `all_of_it` dtypes and devices are compared, too.
-        """
+        """True if something may have changed. `all_of_it` also compares dtypes and devices."""
         everyone = self.parameters.values()
         if [*map(_requires_grad, everyone)] != self._traits[0]:
             return True
-        # Cheaper than collecting names in every forward pass.
         if not all(map(is_, chain.from_iterable(self._full), self._owned)):
             return True
         if sum(map(len, self._full)) != len(self._owned) or any(self._empty):
@@ -162,29 +157,29 @@ class ModuleSnapshot:
         return now != (self._traits[1], self._devices)
 
     def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """By name. Raises a ValueError if no parameter requires a gradient."""
+        """Returns the trainable parameters by name. Raises a ValueError if there is none."""
         found = {name: p for name, p in self.parameters.items() if p.requires_grad}
         if not found:
             raise ValueError("the module has no parameter that requires a gradient")
         return found
 
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
-        """Returns the first change, such as "parameter fc.bias was added"; None without a change.
+        """Returns the first change, such as "parameter fc.bias was added", or None.
 
-        With `may_freeze` a parameter that required a gradient may require none now.
+        With `may_freeze` a parameter that required a gradient may have been frozen.
         """
         now = self._parameters_of(module)
         for name in self.parameters | now:
             then, this = self.parameters.get(name), now.get(name)
             if this is None and hasattr(then, "_st_info"):
-                # Inside a DTensor from the first forward on; see `torch_ddp/internals.py`.
+                # After the first forward it is inside a DTensor (`torch_ddp/internals.py`).
                 continue
-            # A substitute is there for one call only (torch.func.functional_call).
+            # torch.func.functional_call substitutes parameters for one call.
             if then is not this and not (then is not None and _is_substitute(this)):
                 verb = "removed" if this is None else "added" if then is None else "replaced"
                 return f"parameter {name} was {verb}"
-        # A layer was replaced and its parameters were kept: converted batch norm. Substitutes
-        # are not recorded: once they are freed, Python may give their ids to other objects.
+        # A replaced layer may have kept its parameters (converted batch norm). Records the new
+        # owners, except during a substitution, which ends with the call.
         if not any(_is_substitute(parameter) for parameter in now.values()):
             self.look_at(module)
         everyone = self.parameters.values()
@@ -209,7 +204,7 @@ def _is_substitute(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and not isinstance(parameter, torch.nn.Parameter)
 
 
-# With `max_norm` these layers rescale, in forward, the rows that this rank has looked up.
+# With `max_norm` these layers rescale in forward the rows that this rank looks up.
 _RESCALING = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 

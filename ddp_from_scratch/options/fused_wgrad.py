@@ -1,11 +1,11 @@
-"""Computes weight gradients into their buckets, so that packing finds them there.
+"""Computes weight gradients directly into their buckets.
 
     F.linear, autograd's backward    gradient = output_gradient.t() @ input     then copied
     F.linear, `_Linear`'s            torch.mm(output_gradient.t(), input, out=window of the bucket)
     F.embedding, `_Embedding`'s      window.zero_().index_add_(0, tokens, output_gradient)
 
-Autograd keeps an alias of the window as `.grad`: nothing is copied, and no memory is allocated for
-the gradient. Megatron-LM fuses weight gradients in the same way ("gradient_accumulation_fusion").
+Autograd keeps an alias of the window as `.grad`, so the gradient needs no copy and no memory of its
+own. Megatron-LM does the same ("gradient_accumulation_fusion").
 """
 
 import weakref
@@ -21,36 +21,37 @@ from ddp_from_scratch.core.reducer import CoreReducer
 
 Layer = Linear | Embedding
 
-# Elements of a weight from which on a linear layer is fused; an embedding from so many times more.
-# Of smaller ones the saved copy takes less time than the Python code of a backward of our own.
+# The fewest weight elements of a fused linear layer, and a factor for embeddings. In smaller layers
+# the Python backward costs more than the copy that it saves.
 _WORTH, _EMBEDDING = 2**16, 4
 
 
 class FusedWgrad(Extension):
-    """Linear and embedding layers whose backward passes write into the buckets.
+    """Makes the backward passes of linear and embedding layers write into the buckets.
 
-    Layers with a weight of at least 65,536 elements (an embedding's: 262,144) of which the Reducer
-    has the gradient; of their gradients those that are packed one by one (`Bucket.packs_early`).
-    Their `forward` is replaced; copies of a layer have torch's.
+    A layer is fused if the Reducer averages its weight and the weight has at least 65,536 elements
+    (262,144 for embeddings). Only gradients that are packed one by one (`Bucket.packs_early`) are
+    written to buckets. A fused layer's `forward` is replaced; copies of the layer have torch's.
 
-    A large embedding saves most: for it autograd fills new memory with zeros, and packing copies
-    them all. Convolutions are left to autograd: `aten::convolution_backward.out` computes in memory
-    of its own, too, and copies from there.
+    Large embeddings save most: autograd would fill new memory with zeros, and packing would copy
+    it. Convolutions are not fused, because `aten::convolution_backward.out` computes in memory of
+    its own and then copies.
 
-    Elsewhere gradients are computed as torch does, with the same numbers: parametrized weights,
-    complex ones, subclasses of the two classes, a layer with a `forward` of its own; embeddings of
-    16-bit floats, or with `sparse`, `scale_grad_by_freq` or `max_norm`; for a pass, hooks on the
-    weight, autocast, torch.compile, torch.func, `create_graph`, `torch.autograd.grad`, a weight
-    that is not the Reducer's; for a gradient, a second one of its parameter, or a `.grad` that is
-    there already.
+    torch computes all other gradients, with the same numbers:
 
-    Needs the extension `Views`, and all parameters on a CPU.
+    - layers: subclasses, parametrized or complex weights, a replaced `forward`; embeddings with
+      16-bit weights, `sparse`, `scale_grad_by_freq` or `max_norm`.
+    - passes: hooks on the weight, autocast, torch.compile, torch.func, `create_graph`,
+      `torch.autograd.grad`, a substituted weight.
+    - gradients: a parameter's second, or of a parameter that has a `.grad`.
+
+    Needs `Views` and all parameters on a CPU.
     """
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
-        # Claimed and not arrived yet: a second gradient of the parameter must not overwrite it.
+        # Windows given out whose gradient is not complete: a second gradient must not overwrite it.
         self._claimed: set[int] = set()
         self._layers: list[Layer] = []
         for layer in reducer.module.modules():
@@ -62,16 +63,16 @@ class FusedWgrad(Extension):
         return self._index_of.get(id(parameter))
 
     def window(self, index: int | None, accumulation: Any) -> torch.Tensor | None:
-        """Returns the window to write a gradient to; None if it may not be written there."""
+        """Returns the window to write a gradient to; None if torch must allocate the gradient."""
         if index is None or index in self._claimed:
             return None
         try:
             if not torch._C._will_engine_execute_node(accumulation):
                 return None
-        except RuntimeError:  # in torch.autograd.grad, whose caller gets the gradient
+        except RuntimeError:  # torch.autograd.grad, which returns the gradient to its caller
             return None
         reducer: CoreReducer | None = self._of()
-        if reducer is None:  # a graph that has outlived it
+        if reducer is None:  # the graph has outlived the Reducer
             return None
         bucket = reducer.bucket_of[index]
         if bucket.state is not BucketState.FILLING or index not in bucket.missing:
@@ -85,13 +86,12 @@ class FusedWgrad(Extension):
         self._claimed.discard(index)
 
     def on_forward(self) -> None:
-        # Claims of a pass that an exception has ended. Not inside of a backward pass, where
-        # checkpointed layers run forward again.
+        # Drops claims that an exception has left, but not when a checkpoint recomputes in backward.
         if self._claimed and torch._C._current_graph_task_id() == -1:
             self._claimed.clear()
 
     def remove(self) -> None:
-        # Graphs that are still alive get no window any more.
+        # Graphs that are still alive must get no window.
         self._of = lambda: None
         for layer in self._layers:
             vars(layer).pop("forward", None)
@@ -99,7 +99,7 @@ class FusedWgrad(Extension):
 
 
 def _is_plain(layer: Any) -> TypeGuard[Layer]:
-    # A parametrized layer is of a class of its own. Complex gradients are made of conjugates.
+    # Parametrization changes a layer's class. Gradients of complex weights need conjugates.
     return (
         type(layer) in _FUSED
         and "forward" not in vars(layer)
@@ -109,16 +109,14 @@ def _is_plain(layer: Any) -> TypeGuard[Layer]:
 
 
 class _Forward:
-    """The forward of a fused layer; copies of the layer get torch's."""
-
     def __init__(self, layer: Layer, fused: FusedWgrad) -> None:
-        # Weakly: the layer holds this.
+        # Weak, because the layer holds this object.
         self._layer, self._fused = weakref.ref(layer), fused
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         layer = self._layer()
         assert layer is not None, "its layer calls it"
-        # In each pass: `torch.func.functional_call` puts other tensors in the parameters' places.
+        # Looked up in each pass, since `torch.func.functional_call` substitutes parameters.
         if self._fused.index_of(layer.weight) is None or not _can_fuse(input, layer.weight):
             return cast(torch.Tensor, _own_forward(layer)(input))
         return _FUSED[type(layer)](layer, input, self._fused)
@@ -148,8 +146,6 @@ def _can_fuse(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` whose backward writes the weight's and the bias' gradient to windows."""
-
     @staticmethod
     def forward(
         context: Any,
@@ -158,7 +154,7 @@ class _Linear(torch.autograd.Function):
         bias: torch.Tensor | None,
         fused: FusedWgrad,
     ) -> torch.Tensor:
-        # The weight only where it is needed, as torch: an optimizer's step may have changed it.
+        # As in torch, the weight is saved only if needed: an optimizer's step may change it.
         context.save_for_backward(input, weight if context.needs_input_grad[0] else None)
         context.fused = fused
         context.indices = None, fused.index_of(weight), fused.index_of(bias)
@@ -179,8 +175,6 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """`F.embedding` whose backward adds the gradients of the tokens' rows up in a window."""
-
     @staticmethod
     def forward(
         context: Any,
@@ -202,7 +196,7 @@ class _Embedding(torch.autograd.Function):
             unused = -1 if padding is None else padding % rows
             dense = torch.ops.aten.embedding_dense_backward(gradient, tokens, rows, unused, False)
             return None, dense, None, None
-        # In the order of the tokens, as autograd adds the rows.
+        # In token order, as in autograd.
         window.zero_().index_add_(0, tokens.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
         if padding is not None:
             window[padding] = 0
@@ -210,8 +204,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _window(context: Any, argument: int) -> torch.Tensor | None:
-    """Returns the window for the gradient of a Function's argument; None if there is none now."""
-    # With `create_graph` the gradients themselves are differentiated.
+    # `create_graph` differentiates the gradients, so they cannot be written in place.
     if torch.is_grad_enabled():
         return None
     accumulation, _ = context.next_functions[argument]
@@ -226,12 +219,12 @@ def _into(
 
 
 def _alias(window: torch.Tensor) -> torch.Tensor:
-    # One that nobody else has: autograd copies a gradient that it does not own alone.
+    # A new tensor object: autograd copies a gradient that anything else references.
     return window.view_as(window)
 
 
 def _embedding(layer: Any, tokens: torch.Tensor, fused: FusedWgrad) -> torch.Tensor:
-    # Of 16-bit rows index_add_ rounds the sum once, and autograd after each row.
+    # For 16-bit rows index_add_ rounds the sum once, but autograd rounds after each row.
     exact = layer.weight.dtype in (torch.float32, torch.float64)
     if not exact or layer.sparse or layer.scale_grad_by_freq or layer.max_norm is not None:
         return Embedding.forward(layer, tokens)

@@ -1,10 +1,10 @@
-"""PowerSGD: a comm hook that sends a bucket's gradients as matrices of low rank.
+"""PowerSGD: a comm hook that sends a bucket's gradients as low-rank matrices.
 
     reducer.register_comm_hook(ddp.power_sgd.PowerSGDState(rank=2), ddp.power_sgd.power_sgd_hook)
 
 Follows: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
 Distributed Optimization" (NeurIPS 2019), algorithm 1 with error feedback (algorithm 2) and warm
-start. It needs no collective inside a callback, so unlike torch's it runs on every backend.
+start. Unlike torch's, it starts no collective in a callback, so it runs on every backend.
 """
 
 from dataclasses import dataclass, field
@@ -23,18 +23,18 @@ from ddp_from_scratch.group import check_group, of_member
 
 @dataclass
 class PowerSGDState:
-    """The settings of PowerSGD, and its memory from step to step on this rank.
+    """The settings of PowerSGD, and what it keeps from step to step on this rank.
 
-    For each compressed gradient it remembers Q, the right factor of the last step, the same on all
-    ranks; and the error, the part of the gradient that has not been sent yet, each rank's own. The
-    sent matrices depend on the mean of the ranks' errors alone, but for rounding.
+    For each compressed gradient it keeps Q, the right factor of the last step, which is the same on
+    all ranks, and the error, the part of this rank's gradient that has not been sent yet. Up to
+    rounding, the sent matrices depend only on the mean of all ranks' errors.
 
     Attributes:
-        rank: the rank of the matrices. A higher one is closer to the gradient, and sends more.
-        start: number of first averages that are sent in full precision.
+        rank: the rank of the matrices. A higher rank is more exact and sends more.
+        start: number of first averages that are sent in full.
         process_group: the ranks that take part; None means all.
         iteration: number of averages so far.
-        sent: number of elements that were sent compressed, and `of` the number they stand for.
+        sent, of: number of elements that were sent, and of gradient elements they stand for.
     """
 
     rank: int = 1
@@ -43,7 +43,7 @@ class PowerSGDState:
     iteration: int = 0
     sent: int = 0
     of: int = 0
-    # By parameter, not by bucket: buckets are laid out again.
+    # Keyed by parameter and not by bucket, because buckets are rebuilt.
     _errors: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     _qs: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
@@ -54,10 +54,10 @@ class PowerSGDState:
             )
 
     def q(self, parameter: torch.Tensor, rows: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns the right factor of the last step (a warm start); at first a random one."""
+        """Returns the right factor of the last step (warm start), or a random one at first."""
         found = self._qs.get(parameter)
         if found is None:
-            # The same on all ranks: they come to new parameters in the same order, that of buckets.
+            # All ranks meet new parameters in the order of buckets, so they use the same seeds.
             generator = torch.Generator().manual_seed(7919 + len(self._qs))
             found = torch.randn(rows, self.rank, generator=generator).to(like)
             self._qs[parameter] = found
@@ -76,7 +76,7 @@ class PowerSGDState:
             self._errors[parameter] = torch.zeros_like(gradient)
         error, q_before = self._errors[parameter], self._qs[parameter]
         if finite.device.type != "cpu":
-            # Without a branch on `finite`, for which the host would wait.
+            # A branch on `finite` would make the host wait for the GPU.
             error.copy_(torch.where(finite, gradient - average, error))
             q_before.copy_(torch.where(finite, q, q_before))
         elif finite:
@@ -84,13 +84,13 @@ class PowerSGDState:
             q_before.copy_(q)
 
     def compresses(self, gradient: torch.Tensor) -> bool:
-        """True if the factors of a gradient are smaller than the gradient."""
+        """True if a gradient's factors are smaller than the gradient."""
         n = gradient.shape[0] if gradient.dim() > 1 else 0
         m = gradient.numel() // max(n, 1)
         return (n + m) * self.rank < n * m and gradient.dtype.is_floating_point
 
     def add_errors(self, bucket: Bucket) -> list[torch.Tensor]:
-        """Adds the errors so far to the gradients; returns the parameters that had one."""
+        """Adds the errors to the gradients; returns the parameters that had an error."""
         left: list[torch.Tensor] = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             if parameter in self._errors and self.compresses(gradient):
@@ -99,20 +99,20 @@ class PowerSGDState:
         return left
 
     def forget_errors(self, parameters: list[torch.Tensor]) -> None:
-        """Drops the errors of these parameters, which were sent."""
+        """Drops the errors of these parameters after they were sent."""
         for parameter in parameters:
             del self._errors[parameter]
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the errors by `factor`: the loss scale has changed by as much."""
+        """Multiplies the errors by the factor by which the loss scale has changed."""
         for error in self._errors.values():
             error.mul_(factor)
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Returns the memory, by the names of the module's parameters, for a checkpoint.
+        """Returns the state for a checkpoint, by the names of the module's parameters.
 
         Returns:
-            "iteration"; "qs", the same on all ranks; "errors", this rank's own. Tensors are not
+            "iteration"; "qs", the same on all ranks; "errors", of this rank. Tensors are not
             copied.
         """
         named = dict(module.named_parameters())
@@ -123,13 +123,13 @@ class PowerSGDState:
         }
 
     def load_state_dict(self, module: torch.nn.Module, state: dict[str, Any]) -> None:
-        """Loads the result of `state_dict`; with another `rank`, the right factors begin at random.
+        """Loads the result of `state_dict`. If `rank` has changed, right factors start at random.
 
-        With as many ranks as before, each with its own errors, the averages have the same bits.
-        With more or fewer, give every rank the mean of all errors: then nothing is lost.
+        With the same number of ranks, each with its own errors, the averages have the same bits.
+        With another number, give every rank the mean of all errors, so that nothing is lost.
 
         Raises:
-            KeyError: the module has no parameter of a name.
+            KeyError: the module has no parameter of a name in `state`.
         """
         named: dict[str, torch.Tensor] = dict(module.named_parameters())
         self.iteration = state["iteration"]
@@ -146,24 +146,24 @@ def power_sgd_hook(
 ) -> Future:
     """Averages the bucket's matrices as P Q^T of rank `state.rank`, and other gradients in full.
 
-    With M the gradient plus its error so far, as a matrix of n x m:
+    M is the gradient plus its error, as an n x m matrix:
 
-    1. P = M Q, averaged over ranks. Launched here, together with the other gradients of the bucket.
+    1. P = M Q, averaged over ranks. Launched here, together with the bucket's other gradients.
     2. P is made orthonormal, the same on all ranks. Q = M^T P, averaged over ranks.
     3. The average is P Q^T. Its difference from M is the new error.
 
-    If P and Q are not smaller than the gradient, n m <= (n + m) rank, it is sent as it is.
+    If P and Q are not smaller than the gradient, n m <= (n + m) rank, the gradient is sent in full.
 
-    Ranks that share a machine's memory first take the mean of their M, in full precision: the low
-    rank is that of what crosses between machines. On one machine the mean is the average.
+    Ranks that share memory first average their M in full, so only traffic between machines is
+    compressed. On a single machine that mean is the result.
 
-    After an overflow, values that are not finite are passed on, so that GradScaler skips the step.
-    The bucket's errors and Qs stay as they were.
+    After an overflow the hook passes on non-finite values, so that GradScaler skips the step, and
+    keeps the bucket's errors and Qs.
 
     Args:
-        state: the settings, and the memory from step to step.
+        state: the settings and what is kept from step to step.
         bucket: the gradients.
-        group: sends in place of the state's group; of the same ranks.
+        group: used instead of the state's group; must have the same ranks.
     """
     group = group or check_group(state.process_group)
     if state.iteration < state.start:
@@ -173,7 +173,7 @@ def power_sgd_hook(
     if isinstance(group, SharedMemoryGroup) and group.shares_memory:
         if group.machines == 1:
             return _average_in_full(state, bucket, group, left)
-        # Awaited here, and not with the rest in `finish`: P can then cross while backward goes on.
+        # Awaited here and not in `finish`, so that P is sent while backward runs.
         group.average_on_machine(bucket.buffer()).wait()
     return _average_in_low_rank(state, bucket, group)
 
@@ -202,19 +202,17 @@ def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.Proce
         else:
             rest.append(gradient)
     qs_before = [state.q(parameter, m.shape[1], m) for parameter, _, m in matrices]
-    # Products with a narrow matrix are computed transposed: a CPU takes half the time for them.
+    # The transposed product with a narrow matrix takes half the time on a CPU.
     parts = [(q.t() @ m.t()).t() for (_, _, m), q in zip(matrices, qs_before, strict=True)]
     wire = _flat([*parts, *rest], buffer).mul_(scale)
     work = _all_reduce(wire, state, group)
     state.of += buffer.numel()
 
-    # Runs in `wait`: all ranks wait for buckets in the same order, so the second collective, too,
-    # has the same place on every rank.
+    # All ranks wait for buckets in the same order, so they issue the second collective in order.
     def finish() -> torch.Tensor:
         work.wait()
         gpu.used_here([wire, *(m for _, _, m in matrices)])
         received = split_like(wire, [*parts, *rest])
-        # Every rank makes the same sums orthonormal, so P is the same on all.
         ps = [torch.linalg.qr(p.float()).Q for p in received[: len(parts)]]
         for gradient, average in zip(rest, received[len(parts) :], strict=True):
             gradient.copy_(average)
@@ -223,8 +221,7 @@ def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.Proce
             wire_q = _flat(qs, buffer).mul_(scale)
             _all_reduce(wire_q, state, group).wait()
             qs = [q.float() for q in split_like(wire_q, qs)]
-            # Computed from sums, so all ranks decide alike. Errors that are not finite once would
-            # never be finite again.
+            # Computed from sums, so all ranks decide alike. A non-finite error would stay so.
             finite = wire.isfinite().all() & wire_q.isfinite().all()
         for (parameter, gradient, _), p, q in zip(matrices, ps, qs, strict=True):
             average = (p @ q.t()).reshape(gradient.shape).to(gradient.dtype)

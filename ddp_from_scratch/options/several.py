@@ -1,8 +1,8 @@
-"""Several Reducers in one backward pass: one order of launch for all of them.
+"""One launch order for the buckets of several Reducers in one backward pass.
 
-All ranks must issue the same collectives in the same order. Within a Reducer that is the order of
-the buckets' index. Among several Reducers the one made last is first: forward passes mostly run
-through modules in the order in which they were made, and backward the other way.
+All ranks must issue the same collectives in the same order. A Reducer launches its buckets by
+index. Among several Reducers the newest launches first, because forward mostly runs modules in the
+order in which they were made, and backward runs them in reverse.
 
 Off while there is only one Reducer in the process.
 """
@@ -18,26 +18,23 @@ from ddp_from_scratch.core.hooks import will_accumulate_any
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.options.unused import Unused
 
-# In the order in which they were made, the same on all ranks of a group. No list of weak
-# references: up to Python 3.11 the garbage collector may run, and shorten it, while it is copied.
+# In the order of construction, which is the same on all ranks of a group. Not a list of weak
+# references: up to Python 3.11 the garbage collector may shorten it while it is copied.
 _made: "weakref.WeakValueDictionary[int, CoreReducer]" = weakref.WeakValueDictionary()
 _count = itertools.count()
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def next_name(memory_of: dist.ProcessGroup | None) -> str:
-    """Returns the name of a new Reducer, the same on all ranks.
-
-    Those are counted that all ranks of a group make together, to share memory: one rank may make
-    another alone.
-    """
+    """Returns the name of a new Reducer, the same on all ranks."""
+    # Counts only Reducers with shared memory. One rank may make other Reducers alone.
     if not isinstance(memory_of, SharedMemoryGroup):
         return "a Reducer"
     return f"Reducer {_numbers.get(memory_of, 0) + 1}"
 
 
 def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
-    """Puts a new Reducer first in the order of launch, and counts it."""
+    """Puts a new Reducer first in the launch order, and counts it."""
     if memory_of is not None:
         _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
     _made[next(_count)] = reducer
@@ -48,24 +45,24 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
 
 
 def remove(reducer: CoreReducer) -> None:
-    """Takes a Reducer out of the order. Idempotent."""
+    """Removes a Reducer from the launch order. Idempotent."""
     for number in [number for number, found in _made.items() if found is reducer]:
         del _made[number]
 
 
 def living() -> list[CoreReducer]:
-    """All Reducers that are in use, the first to launch first."""
+    """Returns the Reducers that are in use, in launch order."""
     return [*_made.values()][::-1]
 
 
 class Several(Extension):
-    """Launches the Reducer's buckets behind those of the Reducers before it, and ends with them."""
+    """Makes a Reducer launch after the Reducers before it, and end the pass together with them."""
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
-        # Alone it has not watched for exceptions (`on_break`).
+        # Until now nothing has noticed exceptions for this Reducer (`on_break`).
         reducer.broken_off = reducer.pass_number != IDLE and not reducer.is_in_pass()
-        # The Reducers that launch before this one in a pass, with their iteration; and the pass.
+        # A pass, and the Reducers that launch before this one in it, with their iterations.
         self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
 
     def may_launch(self) -> bool:
@@ -74,13 +71,13 @@ class Several(Extension):
             return True
         unused = _unused(reducer) if reducer.may_be_unused else None
         if unused is not None and unused.graphs.hides_parameters:
-            # What the checkpoint hides is known at the end, and another Reducer's may be among it.
+            # A reentrant checkpoint hides parameters, also of other Reducers, until the pass ends.
             return False
         if any(_is_inside(reducer, other) for other in everyone):
             return False  # another inner pass may add to these gradients
         number, ahead = self._ahead
         if number != reducer.pass_number:
-            # By the graph, not by who has begun: backward is not equally far on all ranks.
+            # The graph decides who takes part. Which Reducers have begun differs between ranks.
             before = everyone[: everyone.index(reducer)] if reducer in everyone else []
             ahead = {other: other.iteration for other in before if _takes_part(other)}
             self._ahead = reducer.pass_number, ahead
@@ -97,16 +94,16 @@ class Several(Extension):
             return False
         for other in everyone:
             if _is_inside(reducer, other):
-                # Its buckets may come first, and on another rank may have been launched by now.
+                # The outer Reducer's buckets may come first: another rank may have launched them.
                 reducer.pass_number = other.pass_number
                 reducer.restore_grads()
                 return True
         together = [r for r in everyone if _is_running(r) and r.pass_number == reducer.pass_number]
         if reducer not in together:  # removed in the middle of the pass
             together.append(reducer)
-        # Everything is launched before anything is waited for: finishing has collectives, too.
+        # Launches all buckets before the first wait, because `finish` issues collectives, too.
         complete = [r for r in together if r.launch_rest()]
-        # Averaged first, then raised: the other ranks' averages need this rank's buckets.
+        # Raises after all averages, since the other ranks need this rank's buckets.
         errors = [error for r in complete if (error := r.finish()) is not None]
         if errors:
             raise errors[0]
@@ -132,8 +129,8 @@ def _is_running(reducer: CoreReducer) -> bool:
 
 
 def _is_inside(reducer: CoreReducer, other: CoreReducer) -> bool:
-    """True if its pass runs inside the other's, as in a reentrant checkpoint's backward."""
-    # A pass of another thread is no part of this one. (On a GPU all passes have one thread.)
+    """True if this Reducer's pass runs inside the other's, as in a reentrant checkpoint."""
+    # A pass in another thread is not nested. (On a GPU all passes share one thread.)
     return (
         _is_running(other)
         and other.pass_thread == reducer.pass_thread
@@ -142,11 +139,11 @@ def _is_inside(reducer: CoreReducer, other: CoreReducer) -> bool:
 
 
 def _takes_part(reducer: CoreReducer) -> bool:
-    """True if a Reducer averages in the backward pass that autograd is executing."""
+    """True if a Reducer averages in the backward pass that autograd executes."""
     if not reducer.sync:
         return False
     unused = _unused(reducer)
-    # A pass may go through the module and use none of its parameters.
+    # A pass may go through a module without using its parameters.
     return (
         _is_running(reducer)
         or will_accumulate_any(reducer)

@@ -1,8 +1,8 @@
-"""A bucket for the sparse gradient of one parameter: gathered, never packed into a flat buffer.
+"""A bucket for one parameter's sparse gradient, which is gathered and not packed.
 
-An embedding made with `sparse=True` gives a gradient that holds only the rows of its weight that
-were looked up, and their indices. The number of rows differs between ranks and steps, so they
-cannot be all-reduced. Instead every rank gathers all rows, and adds up equal ones:
+The gradient of an embedding with `sparse=True` holds only the rows that were looked up, and their
+indices. The number of rows differs between ranks and steps, so the rows cannot be all-reduced.
+Instead every rank gathers all rows and sums those with the same index:
 
     rank 0   rows 3 7        padded   3 7 0 0        all ranks   1 3 5 7 9
     rank 1   rows 1 3 5 9             1 3 5 9                    each row: sum / 2
@@ -17,21 +17,20 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.group import of_member
 
-# Kinds of gradient, as ranks exchange them. A sparse one's kind is its number of sparse dimensions.
+# The kinds of gradient that ranks exchange. For a sparse one: its number of sparse dimensions.
 _NONE, _DENSE = 0, -1
 
 
 class SparseBucket(Bucket):
     """A bucket of one parameter, without a flat buffer.
 
-    - launch: all ranks exchange the kind of their gradient and its number of rows, asynchronously.
-      No comm hook is called: hooks are for flat buffers.
+    - launch: the ranks exchange the kind of their gradient and its number of rows, asynchronously.
+      Comm hooks are not called, since they need flat buffers.
     - wait: a second collective gathers the rows.
     - unpack: the sum of the rows becomes `.grad`.
 
-    The result is coalesced and has the same bits on every rank: each adds up the same rows in the
-    order of ranks. If the gradient is dense on all ranks (the weight is also used elsewhere), it is
-    averaged as a dense one.
+    The result is coalesced. It has the same bits on every rank, because each sums the same rows in
+    rank order. A gradient that is dense on all ranks (the weight has another use) is all-reduced.
     """
 
     is_sparse = True
@@ -53,13 +52,12 @@ class SparseBucket(Bucket):
         self.missing, self.unused = set(self.members), set[int]()
         self.state, self.noted = BucketState.FILLING, {}
         self._work: dist.Work | None = None
-        # This rank's part, divided by the world size: (indices, values) of a sparse gradient,
-        # (gradient,) of a dense one, () of none.
+        # This rank's part divided by the world size: (indices, values) if the gradient is sparse,
+        # (gradient,) if it is dense, () if there is none.
         self._mine: tuple[torch.Tensor, ...] = ()
         self._kind_and_rows = _NONE, 0
         self._kinds: list[torch.Tensor] = []
-        # None until LANDED.
-        self._average: torch.Tensor | None = None
+        self._average: torch.Tensor | None = None  # None until LANDED
 
     # Pack, launch -------------------------------------------------------------------------------
 
@@ -70,8 +68,7 @@ class SparseBucket(Bucket):
         if gradient is None:
             return
         if gradient.is_sparse:
-            # Adds up equal rows of this rank, so that each is sent once.
-            own = gradient.coalesce()
+            own = gradient.coalesce()  # sends each index once
             self._mine = own.indices(), own.values() * scale
             self._kind_and_rows = own.sparse_dim(), own._nnz()
         else:
@@ -95,8 +92,7 @@ class SparseBucket(Bucket):
 
     @property
     def arrived(self) -> bool:
-        # On a GPU the host waits for nothing. From torch 2.15 on, `is_completed` of NCCL would make
-        # the current stream wait.
+        # On a GPU `is_completed` of NCCL makes the current stream wait, from torch 2.15 on.
         work = self._work
         return work is None or gpu.is_gpu(self._parameter.device) or work.is_completed()
 
@@ -107,8 +103,7 @@ class SparseBucket(Bucket):
         if self._work is None or self._average is not None:
             return
         self._work.wait()
-        # Only now is the size of the second collective known. Buckets are waited for in order, so
-        # all ranks start it at the same place among the collectives.
+        # Only now is the second collective's size known. All ranks issue it in bucket order.
         kinds, rows = torch.stack(self._kinds).t().tolist()
         found = {kind for kind in kinds if kind != _NONE}
         if len(found) > 1:  # on every rank
@@ -153,13 +148,12 @@ class SparseBucket(Bucket):
             torch.cat([part[:, :count] for part, _, count in parts], dim=1),
             torch.cat([part[:count] for _, part, count in parts]),
             shape,
-            # The indices came out of a sparse tensor. torch warns unless this is given.
-            check_invariants=False,
+            check_invariants=False,  # without it torch warns
         ).coalesce()
 
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
-        # Not if it is empty: the padded size is the same on all ranks, so all leave it out.
+        # The padded size is the same on all ranks, so all of them skip an empty collective.
         if mine.numel():
             dist.all_gather(parts, mine, group=self._process_group)
         return parts

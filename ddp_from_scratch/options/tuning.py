@@ -1,13 +1,13 @@
-"""Tunes the bucket size: `bucket_cap_mb="auto"` tries several in training, and keeps the fastest.
+"""Tunes the bucket size: `bucket_cap_mb="auto"` tries several in training and keeps the fastest.
 
-Each layout of the buckets has its turn. A turn tries backward with overlap ("during") and without
-("at its end"), twice each; the clock is read at the end of each average:
+The layouts take turns. A turn launches buckets during backward (overlap) and at its end, twice
+each, and reads the clock at the end of each average:
 
     | new layout    | during | at its end | during | at its end |   new layout ...
       not counted
 
-A round is a turn of each layout. A measured time is that of a whole step, from one average to the
-next: backward and any communication behind it, the optimizer, forward, the data.
+In a round each layout has one turn. A measured time covers a whole step, from one average to the
+next: backward and remaining communication, optimizer, forward, data.
 """
 
 import math
@@ -28,18 +28,18 @@ from ddp_from_scratch.core.layout import BUCKET_CAP_MB, FIRST_BUCKET_CAP_MB, buc
 from ddp_from_scratch.core.reducer import CoreReducer
 
 DEFAULT = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
-# In the order of preference, if they cost the same.
+# In order of preference where costs are equal.
 CAPS: tuple[float | tuple[float, ...], ...] = (DEFAULT, 4.0, 1.0, math.inf)
 ROUNDS = 5
-# A candidate is as good as the best if its median step is longer by no more than this part,
+# A candidate ties with the best if its median step is at most 1 % longer,
 TIE = 0.01
-# or if it was longer in a smaller part of the steps than this: such a difference is noise.
+# or if it was slower in less than 60 % of the steps, a difference that may be noise.
 SURE = 0.6
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to launch buckets."""
+    """A bucket size, with or without overlap."""
 
     bucket_cap_mb: float | Sequence[float]  # see `bucket_caps`
     overlap: bool  # True launches buckets during backward, False at its end
@@ -47,21 +47,21 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Trial:
-    """The candidate of one average."""
+    """The candidate that one average runs with."""
 
     candidate: Candidate
-    counted: bool  # its time counts
+    counted: bool  # False ignores the time
 
 
 def candidates(
     layouts: Mapping[float | tuple[float, ...], Sequence[Hashable]], overlap: bool
 ) -> list[list[Candidate]]:
-    """Lists the candidates to choose from, for each layout: the buckets that a cap leads to."""
-    # Caps that lead to the same buckets are one candidate; the preferred cap comes first.
+    """Lists the candidates of each distinct layout. `layouts` maps caps to their buckets."""
+    # Several caps may give the same buckets; the preferred one comes first.
     first: dict[tuple[Hashable, ...], float | tuple[float, ...]] = {}
     for cap, buckets in layouts.items():
         first.setdefault(tuple(buckets), cap)
-    # A single bucket is full at the end of backward: overlap makes no difference for it.
+    # A single bucket is only full at the end of backward, so it cannot overlap.
     return [
         [Candidate(cap, way) for way in ([True, False] if overlap and len(b) > 1 else [overlap])]
         for b, cap in first.items()
@@ -69,26 +69,26 @@ def candidates(
 
 
 def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[Trial]:
-    """Plans the coming averages: a round tries each candidate twice. None for a single one."""
+    """Plans the coming averages. A round tries each candidate twice; a single one needs none."""
     if sum(map(len, groups)) == 1:
         return []
     found: list[Trial] = []
     for number in range(rounds):
         for place in range(len(groups)):
-            # Another layout begins each round: what recurs every so many steps hits each of them.
+            # Rounds begin with different layouts, so that a periodic delay does not hit only one.
             group = groups[(number + place) % len(groups)]
-            # The first step includes the work of laying out the buckets, so it is not counted.
+            # The first step includes the cost of laying out the buckets.
             found += [Trial(group[0], False), *(Trial(c, True) for c in (*group, *group))]
     return found
 
 
 def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
-    """Returns the first candidate that is as good as the best; those with overlap come first.
+    """Returns the first candidate that ties with the best, preferring overlap.
 
-    `times` are seconds of each candidate's steps, in the order of `trials`; as many of each.
+    `times` holds the seconds of each candidate's steps, in the order of `trials`.
     """
-    # Each step is compared with the others of its round: a machine that is slow for a while slows
-    # all of them alike. Medians, since an evaluation or a slow batch is in a step now and then.
+    # Steps are compared within a round, because a machine that is slow for a while slows all of
+    # them. Medians ignore the occasional step with an evaluation or a slow batch.
     usual = [statistics.median(alike) for alike in zip(*times.values(), strict=True)]
     medians = {
         candidate: statistics.median(map(truediv, steps, usual))
@@ -105,27 +105,24 @@ def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
 
 
 class BucketTuning(Extension):
-    """Tries buckets of several sizes in the first averages, and keeps the fastest."""
+    """Tries several bucket sizes in the first averages, and keeps the fastest."""
 
     def attach(self, reducer: CoreReducer) -> None:
-        self.settled = False  # `present` is not final
+        self.settled = False  # True when `present` is final
         self.present = Candidate(DEFAULT, reducer.overlap)
         super().attach(reducer)
-        # The order that the present layout was made for. A new one means new buckets.
-        self._known_order = reducer.ready_order
+        self._known_order = reducer.ready_order  # of the current layout
         self._overlap = reducer.overlap
-        # Trials still to come; None until the first average has ended. The plan depends on no
-        # clock, so all ranks lay out the same buckets at the end of the same average.
+        # Trials to come; None before the first average. All ranks plan the same, without a clock.
         self._ahead: list[Trial] | None = None
         self._trial: Trial | None = None
         self._times: dict[Candidate, list[float]] = {}
-        # The clock at the end of the last average.
-        self._last = math.nan
+        self._last = math.nan  # the clock at the end of the last average
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         if self.settled:
             return
-        # The Reducer has just laid out the buckets again, so the time of this step is of no use.
+        # The Reducer has just rebuilt the buckets, which makes the time of this step useless.
         if self._of().ready_order is not self._known_order:
             self._known_order = self._of().ready_order
             return
@@ -145,15 +142,14 @@ class BucketTuning(Extension):
         if len(self._times) > 1:
             device = self._of().device
             times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
-            # The longest over ranks is the step's. From the same times all choose the same.
+            # A step takes as long as its slowest rank. With equal times all ranks choose alike.
             dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
             self._times = dict(zip(self._times, times.tolist(), strict=True))
             self._apply(choose(self._times), order)
         self.settled = True
 
     def check_hook(self, hook: CommHook) -> None:
-        # A hook that remembers a bucket by its index (torch's PowerSGD does) would take it for
-        # another. The hooks of this package remember parameters.
+        # Hooks that key state by bucket index, like torch's PowerSGD, would mix up buckets.
         if not self.settled and not comm_hooks.is_ours(hook):
             raise RuntimeError(
                 f'bucket_cap_mb="auto" has not settled, and the comm hook {hook!r} may remember '
@@ -168,6 +164,6 @@ class BucketTuning(Extension):
 
 
 def clock(device: torch.device) -> float:
-    """Returns seconds. Waits for a GPU first, which the program is otherwise ahead of."""
+    """Returns seconds. Waits for a GPU first, because its work is asynchronous."""
     gpu.synchronize(device)
     return time.perf_counter()

@@ -19,30 +19,27 @@ from ddp_from_scratch.waiting import wait
 
 
 class Unused(Extension):
-    """Parameters may take no part in a backward pass.
+    """Lets parameters get no gradient in a backward pass.
 
-    As a backward pass enters the graph of a forward pass (`GraphWatch`), parameters that it does
-    not reach are marked unused; the rest of them at its end. Ranks exchange the parameters that
-    they have used: with `find_unused` in every average, with a static graph in the first, with
-    `skip` in none.
+    Parameters that backward cannot reach are marked unused when it enters the graph of a forward
+    pass (`GraphWatch`), and others without a gradient at its end. Ranks exchange which parameters
+    they used: with `find_unused` in each average, with a static graph in the first, else in none.
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
         self.find_unused, self.is_static, self._skip = find_unused, static, skip
-        # The first average skips no bucket: gradients of one rank may be older than its Reducer.
+        # The first average skips no bucket, since gradients of one rank may predate its Reducer.
         self._has_agreed = False
-        # Since the last average, also under no_sync(): the next average covers all of it.
-        self._used: set[int] = set()
-        # Static graph only. Agreed in the first average; later ones need no communication for it.
+        self._used: set[int] = set()  # since the last average, including passes under no_sync()
+        # Static graph only: the parameters that some rank used in the first average, and those used
+        # since the last average that are not among them.
         self._used_by_any: set[int] | None = None
-        # Static graph only: used since the last average, but by no rank in the first.
         self._unforeseen: set[int] = set()
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
         self._count = len(reducer.parameters)
-        # Parameters whose `.grad` is older than the Reducer. No hook of ours has seen it, and other
-        # ranks may have none, but it is averaged like any other.
+        # A `.grad` that is older than the Reducer is averaged, too, though no hook has seen it.
         self._inherited = {i for i, p in enumerate(reducer.parameters) if p.grad is not None}
         self._static = StaticGraph(self._count) if self.is_static else None
         self.graphs = GraphWatch(reducer.parameters, self._on_enter)
@@ -58,22 +55,19 @@ class Unused(Extension):
         return self.find_unused and not self.is_static
 
     def set_static(self) -> None:
-        """Makes the graph static from the next pass on. Idempotent."""
         if not self.is_static:
-            # Passes before this one may have had another graph.
-            self.graphs.last = None
+            self.graphs.last = None  # earlier passes may have had another graph
             self.is_static, self._static = True, StaticGraph(self._count)
             self._update()
 
     def prepare(self, outputs: object) -> None:
-        """Looks for unused parameters in the graph of these tensors."""
         if self._of().may_be_unused:
             self.graphs.on_forward(outputs, as_before=self.is_static)
 
     on_forwarded = prepare
 
     def _on_enter(self, unreached: set[int]) -> None:
-        """Marks unreached parameters unused, as a backward pass enters the graph of an output."""
+        """Marks parameters unused when backward enters the graph of an output."""
         reducer: CoreReducer = self._of()
         with reducer.lock:
             if not reducer.sync or reducer.is_in_pass():
@@ -102,27 +96,27 @@ class Unused(Extension):
         """
         reducer: CoreReducer = self._of()
         used, self._used = self._used, set()
-        # Without those that `zero_grad()` has dropped.
+        # `zero_grad()` may have dropped some of these gradients.
         inherited = {i for i in self._inherited if reducer.parameters[i].grad is not None} - used
         self._inherited = set()
         self._has_agreed = True
         if not reducer.may_be_unused:
             return None
         if self._used_by_any is not None:
-            # Perhaps under no_sync(), where `StaticGraph` counts nothing.
+            # `StaticGraph` does not count gradients under no_sync(), but `used` holds them.
             self._unforeseen = used - self._used_by_any
             return self._used_by_any
         group = reducer.group()
-        # Pinned memory is copied asynchronously: the host does not wait for the GPU's earlier work.
+        # Pinned memory, so that the copy is asynchronous and the host does not wait for the GPU.
         mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=gpu.is_gpu(reducer.device))
         mine[list(used)] = 1
-        # `beyond` is more than the ones of all ranks add up to, so that one sum holds two counts:
-        # its remainder counts ranks that used a parameter, its quotient ranks that inherited.
+        # `beyond` exceeds the world size, so one sum holds two counts: modulo `beyond` the ranks
+        # that used a parameter, divided by it the ranks that inherited its gradient.
         mine[list(inherited)] = beyond = 1 + group.size()
         counts = mine.to(reducer.device, non_blocking=True)
         work = dist.all_reduce(counts, group=group, async_op=True)
         assert work is not None, "this rank is not a member of the process group"
-        # A rank that used all parameters knows the answer. It has sent its part and need not wait.
+        # A rank that used all parameters knows the answer and does not wait.
         if len(used) < self._count:
             wait(work)
             found = dict(enumerate(counts.tolist()))
@@ -149,8 +143,7 @@ class Unused(Extension):
         )
 
     def on_abort(self) -> None:
-        """Forgets all that ranks agreed on, and the gradients since the last average."""
-        # An average that failed may have ended on some ranks alone: all must agree again.
+        # A failed average may have ended on some ranks, so all must agree again.
         self._used, self._used_by_any, self._has_agreed = set(), None, False
         if self._static is not None:
             self._static = StaticGraph(self._count)
@@ -162,29 +155,27 @@ class Unused(Extension):
 
 
 class StaticGraph:
-    """The number of gradients of each parameter, the same in every backward pass.
+    """Expects as many gradients for each parameter as in the first backward pass.
 
-    The first pass is counted to its end. From then on a parameter is ready with its last gradient,
-    and a parameter that got none is known to be unused as soon as a pass begins.
+    Then a parameter is ready with its last gradient, and unused ones are known from the start.
     """
 
     def __init__(self, count: int) -> None:
-        # None until the first pass has ended. A count may exceed 1: autograd accumulates several
-        # times with reentrant checkpointing, and for a parameter of several checkpointed segments.
+        # None until the first pass has ended. With checkpointing a count may exceed 1.
         self._expected: list[int] | None = None
         self._counted = [0] * count
 
     def count(self, index: int) -> bool:
-        """Counts one gradient; True if it is its parameter's last in this pass."""
+        """Counts a gradient; returns True if it is the parameter's last in this pass."""
         self._counted[index] += 1
         return self._expected is not None and self._counted[index] == self._expected[index]
 
     def unused(self) -> set[int]:
-        """Returns the parameters that get no gradient; none before the first pass has ended."""
+        """Returns the parameters that get no gradient; an empty set in the first pass."""
         return {index for index, times in enumerate(self._expected or []) if times == 0}
 
     def end_pass(self) -> list[tuple[int, int, int]]:
-        """Ends a pass; returns (parameter, gradients now, gradients before) that differ."""
+        """Ends a pass; returns (parameter, count, expected count) where the counts differ."""
         counted, self._counted = self._counted, [0] * len(self._counted)
         if self._expected is None:
             self._expected = counted
@@ -193,7 +184,7 @@ class StaticGraph:
 
 
 def find_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a module's output: tuples, lists, dicts, dataclasses, any depth."""
+    """Yields the tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -208,9 +199,9 @@ def find_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Lists the leaves to which a backward pass from `outputs` would bring a gradient.
+    """Returns the leaves that backward from `outputs` would reach.
 
-    None means unknown: the graph holds a reentrant checkpoint.
+    None means unknown, because the graph contains a reentrant checkpoint.
     """
     leaves: list[torch.Tensor] = []
     ahead = []
@@ -224,7 +215,7 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
         node = ahead.pop()
         if isinstance(node, torch._C._functions.AccumulateGrad):
             leaves.append(node.variable)
-        # Reentrant checkpointing builds this part of the graph only during the backward pass.
+        # A reentrant checkpoint builds its part of the graph during backward.
         elif node.name() == "CheckpointFunctionBackward":
             return None
         for following, _ in node.next_functions:
@@ -235,8 +226,6 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    """The leaves that the graph of one forward pass reaches."""
-
     def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
         self.reached = reached  # indices of the Reducer's parameters; None means unknown
         self.others = [weakref.ref(leaf) for leaf in others]
@@ -245,11 +234,11 @@ class _Forward:
 class GraphWatch:
     """Walks the graph of each forward pass, and calls back when a backward pass enters it.
 
-    `on_forward` walks from the module's outputs to the parameters. When a backward pass reaches one
-    of these outputs, `on_enter`, a bound method, is called with the indices of the parameters that
-    get no gradient in this pass, before any gradient of this graph is ready. The set is empty if a
-    walk met a reentrant checkpoint, which hides parameters. `torch.autograd.grad` accumulates
-    nothing in `.grad` and is not reported.
+    `on_forward` walks from the module's outputs to the parameters. When backward reaches one of
+    these outputs, before any gradient of this graph is ready, it calls the bound method `on_enter`
+    with the indices of the parameters that get no gradient in this pass. The set is empty if the
+    graph contains a reentrant checkpoint, which hides parameters. `torch.autograd.grad` is ignored,
+    since it accumulates nothing in `.grad`.
     """
 
     def __init__(
@@ -258,23 +247,22 @@ class GraphWatch:
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._on_enter = weakref.WeakMethod(on_enter)
-        # Each graph owns its record, through its hooks: it disappears with the graph.
+        # Weak: the hooks on a graph own its record, which disappears with the graph.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        # The record of the last walk. A static graph uses it again instead of another walk.
+        # The record of the last walk, which a static graph reuses.
         self.last: _Forward | None = None
         self._stopped = False
 
     @property
     def hides_parameters(self) -> bool:
-        """True if the graph of a forward pass that is alive holds a reentrant checkpoint."""
         return any(forward.reached is None for forward in self._forwards)
 
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
-        """Walks from all tensors in `outputs`, and puts a hook on the node of each.
+        """Walks from all tensors in `outputs`, and registers a hook on the node of each.
 
-        With `as_before` it takes the result of the last walk: the graph is static.
+        With `as_before` (a static graph) it reuses the result of the last walk.
         """
-        # A transform of torch.func accumulates nothing, and hides the parameters themselves.
+        # Transforms of torch.func accumulate nothing, and hide the parameters.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
@@ -293,40 +281,38 @@ class GraphWatch:
         forward = self.last
         self._forwards.add(forward)
         for node in nodes:
-            # A strong reference would keep a Reducer alive for as long as some graph is.
+            # Weak, so that a graph does not keep the Reducer alive.
             node.register_prehook(partial(_enter, weakref.ref(self), forward))
 
     def will_enter(self) -> bool:
-        """True if the pass that autograd is executing goes through a forward pass of the module."""
+        """True if the pass that autograd executes goes through one of these graphs."""
         return any(self._accumulates(f.reached or set(), f) for f in self._forwards)
 
     def stop(self) -> None:
-        """Stops calling `on_enter`, whatever graphs are still alive. Idempotent."""
+        """Stops calling `on_enter`, even if graphs are still alive. Idempotent."""
         self._forwards.clear()
         self._stopped = True
 
     def enter(self, forward: _Forward) -> None:
-        """Reports the unused parameters. Called by autograd at an output of this forward pass."""
+        """Reports unused parameters. Autograd calls it at an output of this forward pass."""
         on_enter = self._on_enter()
         if on_enter is None or self._stopped:
             return
         if self.hides_parameters:
-            # Some parameter may be used inside the checkpoint: none can be called unused yet.
-            on_enter(set())
+            on_enter(set())  # the checkpoint may use any parameter
             return
         reached = forward.reached or set()
         if not self._accumulates(reached, forward):
             return
-        # This pass may cover several forward passes, or more of the graph than one walk has seen.
-        # By now autograd knows what it will execute, so it has the last word.
+        # The pass may execute more than this walk has seen, such as several forward passes.
         rest = set(range(len(self._parameters))) - reached
         on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
 
     def _accumulates(self, reached: set[int], forward: _Forward) -> bool:
-        """True for a pass of `backward()`, False for one of `torch.autograd.grad`."""
+        """True for `backward()`, False for `torch.autograd.grad`."""
         if reached:
             return any(will_accumulate(self._parameters[i]) for i in reached)
-        # A static graph's walk is from an earlier step, whose other leaves may have been freed.
+        # A static graph's record is from an earlier step, whose other leaves may be freed.
         others = [other() for other in forward.others]
         return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
 

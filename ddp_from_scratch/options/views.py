@@ -13,10 +13,10 @@ from ddp_from_scratch.core.memory import lies_at
 
 
 class ViewBucket(Bucket):
-    """A bucket in whose windows the gradients lie between backward passes.
+    """A bucket whose windows are the gradients between backward passes.
 
-    Large gradients on a CPU are packed one by one as they become ready, while they are in the
-    cache, and `.grad` is None until the average is there.
+    Large gradients on a CPU are packed one by one when they become ready, while they are in the
+    cache. Their `.grad` is then None until the bucket is averaged.
     """
 
     keeps_no_graph = "a window of a bucket: use gradient_as_bucket_view=False"
@@ -24,24 +24,24 @@ class ViewBucket(Bucket):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.packs_early = not self._together
-        # The tensors that become `.grad`. Not `views` themselves: `module.half()` gives a `.grad`
-        # other memory, and the window must stay where it is.
+        # The tensors that become `.grad`. They are not `views`, whose memory must never change:
+        # `module.half()` gives a `.grad` other memory.
         self._lent = self.windows_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
-        # Compared in every pass. A view's address never changes, so it is asked for once.
+        # Every pass compares these, so they are cached.
         self._addresses = [view.data_ptr() for view in self.views]
-        # Members whose gradient is in the buffer already, multiplied by `_scale`.
+        # Members whose gradient is already in the buffer, multiplied by `_scale`.
         self._packed: set[int] = set()
         self._scale = 1.0
 
     def claim(self, index: int) -> torch.Tensor | None:
-        """Returns the window for a missing gradient; None if one has been accumulated before."""
+        """Returns the window for a missing gradient; None if the parameter has a `.grad`."""
         position = self._position[index]
         return self.views[position] if self._parameters[position].grad is None else None
 
     @torch.no_grad()
     def pack_one(self, index: int, scale: float) -> None:
-        """Copies the gradient of parameter `index` in, times `scale`. Adds it if one is there."""
+        """Copies parameter `index`'s gradient in, times `scale`; adds it if one was packed."""
         position = self._position[index]
         parameter, view = self._parameters[position], self.views[position]
         gradient = parameter.grad
@@ -50,21 +50,19 @@ class ViewBucket(Bucket):
         if index in self._packed:
             view.add_(gradient, alpha=scale)
         elif lies_at(gradient, view):
-            # Autograd has accumulated in place: it lies there, but unscaled.
-            _multiply(view, scale)
+            _multiply(view, scale)  # autograd has accumulated in place
         elif scale == 1:
             view.copy_(gradient)
         else:
             torch.mul(gradient, scale, out=view)
-        # Without a `.grad`, autograd's next contribution comes as a gradient of its own. Otherwise
-        # autograd would add it, unscaled, to this scaled one.
+        # Otherwise autograd would add its next contribution, unscaled, to this scaled gradient.
         parameter.grad = None
         self._packed.add(index)
         self._scale = scale
 
     @torch.no_grad()
     def restore_grads(self) -> None:
-        """Moves gradients that `pack_one` has packed back to `.grad`, up to rounding."""
+        """Moves gradients that `pack_one` packed back to `.grad`, up to rounding."""
         if self.state is BucketState.FILLING:
             for index in self._packed:
                 position = self._position[index]
@@ -95,13 +93,13 @@ class ViewBucket(Bucket):
             elif lies_at(gradient, view):
                 in_place.append(view)
                 if index in unused:
-                    # If no rank has used this parameter, `.grad` must keep its own value.
+                    # If no rank uses this parameter, `.grad` must keep its value.
                     parameter.grad = view.clone()
             else:
                 sources.append(gradient)
                 windows.append(view)
                 if index not in unused:
-                    # Frees the memory of the gradient before the average is there.
+                    # Frees the gradient's memory early.
                     parameter.grad = self._lend(position)
         self._copy_scaled(windows, sources, scale)
         if not (self._together or scale == 1):
@@ -109,10 +107,7 @@ class ViewBucket(Bucket):
                 view.mul_(scale)
 
     def _are_new(self, gradients: Sequence[Any]) -> bool:
-        """True in most passes: no gradient lies in the bucket yet, but all the windows to lend do.
-
-        Without a Python call for each.
-        """
+        """True, as in most passes, if no gradient is in the bucket but all windows to lend are."""
         if any(map(is_, gradients, repeat(None))):
             return False
         at = self._addresses
@@ -122,7 +117,7 @@ class ViewBucket(Bucket):
     @torch.no_grad()
     def unpack(self, used: Collection[int] | None = None) -> None:
         if self.state is BucketState.LANDED:
-            # `pack` has put most of them there.
+            # In most passes `pack` has lent all windows already.
             gradients = map(gradient_of, self._parameters)
             there = all(map(is_, gradients, self._lent))
             there = there and [*map(torch.Tensor.data_ptr, self._lent)] == self._addresses
@@ -136,8 +131,8 @@ class ViewBucket(Bucket):
         self._packed.clear()
 
     def saved(self) -> dict[int, torch.Tensor]:
-        """Returns a copy of each `.grad` that is a window: the next buckets lie in its memory."""
-        # One tensor for all: the C library keeps small blocks when they are freed.
+        """Returns a copy of each `.grad` that is a window; new buckets reuse the memory."""
+        # One large tensor, because the C library does not return small blocks to the system.
         copies = self.windows_of(self.flat.clone())
         return {
             index: copy
@@ -147,16 +142,15 @@ class ViewBucket(Bucket):
 
     @torch.no_grad()
     def load(self, saved: Mapping[int, torch.Tensor]) -> None:
-        """Copies these gradients of members in, and makes each `.grad` its window."""
+        """Copies these gradients in, and makes each `.grad` its window."""
         for position, (index, parameter, view) in enumerate(self._rows):
             if index in saved:
                 view.copy_(saved[index])
                 parameter.grad = self._lend(position)
 
     def _lend(self, position: int) -> torch.Tensor:
-        """Returns the window as a tensor that may become `.grad`."""
         lent = self._lent[position]
-        # The same object in every pass, unless the program has given it other memory.
+        # The program may have given the lent tensor other memory.
         if lent.data_ptr() != self._addresses[position]:
             view = self.views[position]
             lent = self._lent[position] = view.as_strided(
@@ -166,7 +160,7 @@ class ViewBucket(Bucket):
 
 
 class Views(Extension):
-    """Has a Reducer make its buckets as `ViewBucket`."""
+    """Makes a Reducer use `ViewBucket`."""
 
     def attach(self, reducer: Any) -> None:
         super().attach(reducer)

@@ -11,26 +11,25 @@ _MOST = 1e100  # float64 ends at 1e308, and squares are summed
 
 
 class GradientWeight:
-    """The factor of this rank's gradients: amount x world size / sum of all ranks' amounts.
+    """The factor for this rank's gradients: amount x world size / sum of all ranks' amounts.
 
     The plain average of gradients times these factors is the average weighted by amounts, such as
     numbers of samples or tokens. Equal amounts make every factor 1.
 
-    Construction starts to agree on the sum, while the forward pass runs. Collective: every rank
-    gives its own amount, over a group that takes CPU tensors.
+    Construction is collective. It starts a sum of CPU tensors, which overlaps with forward.
 
     Raises:
-        ValueError: `amount` is no number, negative, not finite or more than 1e100.
+        ValueError: `amount` is not a number, negative, not finite or more than 1e100.
     """
 
     def __init__(self, amount: float, process_group: dist.ProcessGroup | None) -> None:
-        # A wrong amount is sent as nan before this rank raises, or the others would wait for it.
+        # A rank with a wrong amount sends nan before it raises, so that the others do not wait.
         try:
             right = 0 <= float(amount) <= _MOST
         except (ArithmeticError, RuntimeError, TypeError, ValueError):
             right = False
         mine = [float(amount), float(amount) ** 2] if right else [math.nan] * 2
-        # On the CPU: reading the sum from a GPU would wait for all its earlier work.
+        # On the CPU, because reading the sum from a GPU would wait for all earlier work there.
         self._sums = torch.tensor(mine, dtype=torch.float64)
         work = dist.all_reduce(self._sums, group=process_group, async_op=True)
         if not right:
@@ -53,13 +52,13 @@ class GradientWeight:
         return self._agreed[0]
 
     def all_equal(self) -> bool:
-        """True if all ranks gave the same amount, up to rounding. Waits as `total` does."""
+        """True if all ranks gave the same amount, up to rounding. Waits like `total`."""
         total, squares = self._agreed
-        # The difference is never negative, and zero only if all amounts are equal (Cauchy-Schwarz).
+        # The difference is never negative, and zero only for equal amounts (Cauchy-Schwarz).
         return self._world_size * squares - total**2 <= 1e-12 * total**2
 
     def value(self) -> float:
-        """The factor. Waits as `total` does; raises a ValueError if the amounts add up to zero."""
+        """Returns the factor. Waits like `total`. Raises a ValueError if the amounts sum to 0."""
         total = self.total()
         if total == 0:
             raise ValueError("the weights of all ranks are 0: there is nothing to average")

@@ -1,6 +1,6 @@
-"""One model on all ranks: compares the models, then sends rank 0's parameters and buffers.
+"""Compares the ranks' models, and sends rank 0's parameters and buffers to all.
 
-Averaged gradients keep ranks equal only if the ranks began equal.
+Averaged gradients keep ranks equal only if they start equal.
 """
 
 import hashlib
@@ -14,10 +14,9 @@ from ddp_from_scratch.core.layout import assign
 from ddp_from_scratch.core.memory import sparse_parameters, split_like
 from ddp_from_scratch.group import check_group, on_gpu_of
 
-# Approximate. Small enough that a rank passes one message on while it receives the next.
+# Approximate. Small enough that a rank forwards one message while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20
 
-# What no rank can receive, and the remedy.
 _LAZY = " is lazy and has no shape yet"
 _EXPANDED = " is expanded: several of its elements share memory"
 _REMEDIES = {
@@ -34,9 +33,9 @@ def broadcast_parameters(
 ) -> None:
     """Gives every rank the parameters and buffers of rank `src`, bit for bit. Collective.
 
-    All ranks compare their models first. Then the tensors travel by `send` and `recv` along a
-    binomial tree rooted at `src`, coalesced into flat messages per dtype: each rank receives once
-    and passes on.
+    All ranks compare their models first. Then `send` and `recv` carry the tensors along a binomial
+    tree rooted at `src`, coalesced into flat messages by dtype. Each rank receives a message once
+    and forwards it.
 
     Args:
         module: the model; its tensors keep their storage, shape, strides and device.
@@ -65,8 +64,8 @@ def broadcast_buffers(
 ) -> None:
     """Gives every rank the buffers of rank `src`, such as running statistics. Collective.
 
-    For a Reducer without `broadcast_buffers=True`: call it before an evaluation or a checkpoint,
-    which read the buffers. Rank `src` keeps its own values.
+    Without `broadcast_buffers=True` in the Reducer, call it before an evaluation or a checkpoint,
+    which read the buffers. Rank `src` keeps its values.
 
     Args: as `broadcast_parameters`.
 
@@ -89,10 +88,10 @@ def _check_same_model(
         return found
 
     mine = _describe(module, ignore)
-    # Equal ranks exchange 32 bytes each. Descriptions are long, and sent only to name a difference.
+    # Equal ranks exchange 32 bytes each. The long descriptions are sent only to name a difference.
     digests = everyones(hashlib.sha256("\n".join(mine).encode()).digest())
     if len(set(digests)) == 1:
-        # Raised after the exchange: a rank that raises before it would leave the others waiting.
+        # A rank that raised before the exchange would leave the others waiting.
         for line in mine:
             _refuse(line)
         return
@@ -123,7 +122,7 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
 
 
 def check_buffers(module: torch.nn.Module, ignore: Collection[str]) -> None:
-    """Raises a ValueError for an expanded buffer: no rank could receive it."""
+    """Raises a ValueError for an expanded buffer, which no rank could receive."""
     for name, buffer in module.named_buffers():
         if name not in ignore and _is_expanded(buffer):
             _refuse(f"buffer {name}{_EXPANDED}")
@@ -164,7 +163,7 @@ def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
 def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[list[int], list[int]]:
     """Returns a rank's parent (none for the root) and children in the binomial tree.
 
-    With r counted from the root, r's parent is r without its lowest set bit. Eight ranks, root 0:
+    Counted from the root, r's parent is r without its lowest set bit. Eight ranks with root 0:
 
         0 ── 4 ── 6 ── 7
         │    └─── 5
@@ -177,7 +176,7 @@ def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[list[int
         bit <<= 1
     parent = [(relative - bit + root) % world_size] if relative else []
     children = []
-    # The child with the largest subtree first: the longest way begins earliest.
+    # The child with the largest subtree comes first, so that the longest path starts earliest.
     while bit := bit >> 1:
         if relative + bit < world_size:
             children.append((relative + bit + root) % world_size)
@@ -188,27 +187,25 @@ def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[list[int
 def send_tensors(
     tensors: Sequence[torch.Tensor], src: int, process_group: dist.ProcessGroup | None
 ) -> None:
-    """Gives every rank the values of rank `src`, along the tree. Same shapes on every rank."""
+    """Sends rank `src`'s values along the tree to all. Shapes must be equal on every rank."""
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
     parent, children = tree_neighbours(rank, world_size, src)
     for members in messages(tensors):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
-        # Bytes, which every backend can send, whatever the dtype.
-        wire = flat.view(torch.uint8)
-        # Received before it is sent on: a tree, so no two ranks wait for each other.
+        wire = flat.view(torch.uint8)  # every backend can send bytes
+        # Receive, then send: in a tree no two ranks wait for each other.
         for way, peers in ((dist.irecv, parent), (dist.isend, children)):
-            # In a batch: nccl would otherwise open a communicator for each pair of ranks.
+            # In a batch, since nccl would otherwise open a communicator for each pair of ranks.
             steps = [dist.P2POp(way, wire, group=process_group, group_peer=peer) for peer in peers]
             for work in dist.batch_isend_irecv(steps) if steps else []:
                 work.wait()
         if rank != src:
-            # The root has these values already. Copied in place: tensors keep storage and strides.
             for tensor, values in zip(members, split_like(flat, members), strict=True):
                 tensor.copy_(values)
 
 
 def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Yields the tensors of each message: one dtype and device, about `_MESSAGE_BYTES` together."""
+    """Groups tensors into messages of one dtype and device, of about `_MESSAGE_BYTES`."""
     sizes = [(t.nbytes, (t.dtype, t.device)) for t in tensors]
     for members in assign(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
         if any(tensors[index].numel() for index in members):

@@ -1,4 +1,4 @@
-"""Compares parameters and optimizers' state over ranks, bit for bit; names the first difference."""
+"""Compares parameters and optimizer state over ranks, bit for bit; names the first difference."""
 
 import hashlib
 import math
@@ -13,20 +13,19 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.group import check_group, on_gpu_of, takes_cpu_tensors
 
-# The elements of a row.
-_WORDS = 2**16
-# Knuth's multiplier of MMIX. The sums of rows are multiplied by its powers: their order counts.
+_WORDS = 2**16  # elements of a row
+# Knuth's MMIX multiplier. Row sums are multiplied by its powers, so that the order of rows counts.
 _FACTOR = 6364136223846793005
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A 64-bit number for each dense tensor, equal for equal bits in equal (logical) order.
+    """Returns a 64-bit checksum of each dense tensor, of its bits in logical order.
 
     It is the sum, modulo 2**64, of the elements' bits as integers times odd random weights. A
-    change of one element always shows; changes of several cancel out about once in 2**32 times at
-    worst.
+    change of one element always shows. At worst, changes of several elements cancel out about once
+    in 2**32 times.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []
@@ -38,7 +37,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
             values = torch.view_as_real(values.resolve_conj())
         words = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
         sums.append(_sum(words, weights[tensor.device]))
-    # One transfer for each device, not for each tensor; only the sums leave a GPU.
+    # One transfer for each device, not for each tensor.
     rows = {at: iter(torch.stack([s for s in sums if s.device == at]).tolist()) for at in weights}
     return [next(rows[one.device]) for one in sums]
 
@@ -46,7 +45,7 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
 def _sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if len(words) <= _WORDS:
         return (words * weights[: len(words)]).sum()
-    # On a CPU, intermediate results of one row stay in the cache. On a GPU, launches take the time.
+    # On a CPU one row stays in the cache. On a GPU, kernel launches dominate.
     rows = 256 if gpu.is_gpu(words.device) else 1
     sums = []
     for part in words.split(rows * _WORDS):
@@ -62,15 +61,15 @@ def _sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def _weights() -> torch.Tensor:
     """Returns odd numbers, the same on every rank and in every version of torch."""
     numbers = torch.arange(1, _WORDS + 1, dtype=torch.int64)
-    # Spreads every bit of a small number over all 64.
+    # Spreads the bits of small numbers over all 64.
     for shift in (29, 32):
         numbers = numbers * _FACTOR
         numbers = numbers ^ (numbers >> shift)
-    # An odd factor has an inverse modulo 2**64: no change of one element can vanish.
+    # Odd factors have inverses modulo 2**64, so no change of one element can vanish.
     return numbers | 1
 
 
-# Averages from one check to the next if forward passes write to parameters.
+# A check in every so many averages, if forward passes write to parameters.
 EVERY_AFTER_WRITES = 100
 _WRITTEN = (
     "Forward passes write to parameters, so ranks are compared: write to them after the step, "
@@ -78,7 +77,7 @@ _WRITTEN = (
     "gradients that are not averaged"
 )
 
-# (dtype and shape, checksum): all that ranks exchange of a tensor, unless it differs.
+# (dtype and shape, checksum) of a tensor.
 Mark = tuple[str, int]
 
 
@@ -89,26 +88,25 @@ def check_sync(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     ignore: Collection[str] = (),
 ) -> str:
-    """Compares all ranks' parameters, and optimizers' state for them, bit for bit. Collective.
+    """Compares all ranks' parameters, and optimizer state for them, bit for bit. Collective.
 
-    Equal ranks exchange 16 bytes each. Otherwise ranks exchange a checksum of every tensor, and the
+    Equal ranks exchange 16 bytes each. Otherwise they exchange a checksum of every tensor, and the
     values of the first that differs.
 
     Args:
         module: its parameters are compared.
         process_group: the ranks that take part; None means all.
         optimizers: their state for these parameters is compared, too: tensors and numbers, also in
-            lists and dicts. An optimizer that shards its state holds some of it on some ranks only;
-            it is compared among these.
+            lists and dicts. Sharded state is compared among the ranks that hold it.
         ignore: names of parameters that are left out.
 
     Returns:
         A checksum of all parameters as 16 hexadecimal digits, the same on every rank.
 
     Raises:
-        RuntimeError: something differs between ranks. The text names the first parameter, or the
-            first part of a state, with the ranks that differ from rank 0 and the largest absolute
-            difference, and is the same on every rank.
+        RuntimeError: something differs between ranks. The text, the same on every rank, names the
+            first parameter or part of a state that differs, the ranks that differ from rank 0, and
+            the largest absolute difference.
     """
     check_group(process_group)
     with on_gpu_of(module):
@@ -118,10 +116,9 @@ def check_sync(
 class DriftCheck(Extension):
     """Runs `check_sync` in every so many averages of a Reducer.
 
-    It runs at the end of a synchronised backward pass, so it compares the result of the step
-    before. With `after_writes`, some rank's forward pass has written to parameters, and the next
-    average is checked, too: writes from parameters alone keep ranks equal, writes from a rank's
-    data do not.
+    It runs at the end of a synchronised backward pass, so it compares the result of the last step.
+    `after_writes` means that a forward pass has written to parameters, which keeps ranks equal only
+    if the values do not depend on a rank's data. The next average is then checked, too.
     """
 
     def __init__(
@@ -136,19 +133,19 @@ class DriftCheck(Extension):
             raise ValueError(f"check_every must be 1 or more, got {every}")
         self._every, self._after_writes, self._is_due = every, after_writes, after_writes
         self._module, self._process_group, self._ignore = module, process_group, ignore
-        # Weak: a check must not keep an optimizer alive. A dict keeps the order of first steps.
+        # Weak, so that a check does not keep an optimizer alive. Ordered by their first steps.
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers[optimizer] = None
 
     def on_set_step(self) -> None:
-        """Forgets the optimizers: on ranks that join, none has stepped yet."""
+        # On ranks that join, no optimizer has stepped yet.
         self._optimizers.clear()
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Compares ranks if a check is due, but for one without data in `join()`. Collective."""
-        # Here every rank is known to take part. A forward pass or a step may be one rank's own.
+        """Compares ranks if a check is due, except those without data in `join()`. Collective."""
+        # Every rank takes part in an average, but one rank may run forward or step alone.
         is_due, self._is_due = self._is_due, False
         if not is_due and iteration % self._every:
             return
@@ -164,7 +161,7 @@ class DriftCheck(Extension):
 
 
 class _Held:
-    """This rank's tensors and their checksums, by their names in an error."""
+    """This rank's tensors and their checksums, by the names that errors use."""
 
     def __init__(
         self,
@@ -174,8 +171,7 @@ class _Held:
     ) -> None:
         named = [(name, p) for name, p in module.named_parameters() if name not in ignore]
         self.tensors: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in named}
-        # Parameters come first, so their count cuts them off from optimizers' state.
-        self.of_parameters = len(self.tensors)
+        self.of_parameters = len(self.tensors)  # parameters come first
         for number, optimizer in enumerate(optimizers):
             whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
             for name, parameter in named:
@@ -194,7 +190,6 @@ class _Held:
 
 
 def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the dense tensors and numbers in a state, as tensors."""
     if isinstance(state, torch.Tensor):
         if state.layout == torch.strided:
             yield key, state
@@ -207,7 +202,6 @@ def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: str) -> str:
     digest = 0 if held is None else int.from_bytes(held.digest(), "little", signed=True)
-    # 8 bytes of digest fit one int64, so one small tensor is all that equal ranks exchange.
     everyone = gather_integers([int(held is not None), digest], process_group)
     found = {digest for takes_part, digest in everyone if takes_part}
     if len(found) > 1:
@@ -218,8 +212,8 @@ def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: 
 def gather_integers(
     mine: Sequence[int], process_group: dist.ProcessGroup | None
 ) -> list[list[int]]:
-    """Returns every rank's integers, as many from each, by rank. Collective."""
-    # gloo takes CPU tensors even if the model is on a GPU; nccl, by whatever name, takes none.
+    """Returns every rank's integers, by rank. All ranks give equally many. Collective."""
+    # gloo takes CPU tensors even if the model is on a GPU; nccl does not.
     device = "cpu" if takes_cpu_tensors(process_group) else "cuda"
     sent = torch.tensor(mine, device=device)
     gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(process_group))]
@@ -232,13 +226,13 @@ def _find_difference(
 ) -> None:
     """Raises on every rank, unless ranks only hold different parts of a sharded state."""
     everyone: list[dict[str, Mark] | None] = [None] * dist.get_world_size(process_group)
-    # Kinds and checksums of all tensors: every rank finds the same difference, so all raise alike.
+    # All ranks get all marks, so all raise the same error.
     dist.all_gather_object(everyone, None if held is None else held.marks, group=process_group)
     for label in dict.fromkeys(label for marks in everyone for label in marks or ()):
         marks = {
             rank: theirs.get(label)
             for rank, theirs in enumerate(everyone)
-            # A parameter must be on every rank; a part of a state need not be (sharded optimizers).
+            # Every rank must hold each parameter, but not each part of a (sharded) state.
             if theirs is not None and (label in theirs or label.startswith("parameter "))
         }
         first, mark = next(iter(marks.items()))
@@ -265,7 +259,7 @@ def _distance(
 ) -> float:
     """Returns the largest absolute difference from rank `first`'s values. Collective."""
     rank = dist.get_rank(process_group)
-    # Pickled objects exist on every backend. They are slow, but this is the end of the run.
+    # Every backend can send pickled objects. They are slow, but the run ends here.
     values = None if tensor is None else tensor.detach().cpu()
     sent = [values if rank == first else None]
     dist.broadcast_object_list(sent, group=process_group, group_src=first)
@@ -275,7 +269,7 @@ def _distance(
         assert sent[0] is not None
         wide = torch.complex128 if values.is_complex() else torch.float64
         mine = (values.to(wide) - sent[0].to(wide)).abs().max().item()
-    # Every rank gets every distance, so that the text of the error is the same on all.
+    # Every rank gets every distance, so that all raise the same text.
     everyone = [0.0] * dist.get_world_size(process_group)
     dist.all_gather_object(everyone, mine, group=process_group)
     return math.nan if any(math.isnan(one) for one in everyone) else max(everyone)

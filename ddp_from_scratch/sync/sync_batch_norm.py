@@ -1,6 +1,6 @@
-"""Batch norm over the batches of all ranks as if they were one, also on CPUs.
+"""Batch norm over the batches of all ranks, on CPUs and GPUs.
 
-One collective in forward, for the moments; one in backward:
+It takes one collective in forward, for the moments, and one in backward:
 
     forward   rank r: n, mean, sum (x - mean)^2   -> all-gather ->   n, mean, variance of all
     backward  rank r: sum dy, sum dy (x - mean)   -> all-reduce ->   both sums over all
@@ -21,7 +21,7 @@ from ddp_from_scratch.group import all_gather_single
 
 
 class Batches(Protocol):
-    """The batches that a layer takes as one."""
+    """The batches that a layer treats as one."""
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Returns a row of each batch, in their order. Collective."""
@@ -30,12 +30,12 @@ class Batches(Protocol):
         """Returns the sum of a row of each batch; may overwrite `row`. Collective."""
 
 
-# Set where a rank has several batches in a step (`virtual_ranks/lock_step.py`).
+# Set if a rank has several batches in a step (`virtual_ranks/lock_step.py`).
 several_batches: ContextVar[Batches | None] = ContextVar("several_batches", default=None)
 
 
 def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Adds neighbours, then their sums, and so on: the bits depend on the rows alone."""
+    """Adds neighbours, then their sums, and so on, so that the bits depend only on the rows."""
     while len(rows) > 1:
         pairs = rows[: len(rows) // 2 * 2]
         rows = torch.cat([pairs[::2] + pairs[1::2], rows[len(pairs) :]])
@@ -48,12 +48,12 @@ def convert_sync_batchnorm(
     """Converts every batch norm of `module` to one over all ranks.
 
     A layer keeps its parameters (the same objects), buffers, hooks and mode. A layer that is used
-    in two places stays one layer. `state_dict()` is the same before and after.
+    in two places stays one layer. `state_dict()` does not change.
 
     Args:
-        module: changed in place: BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm alike.
-        process_group: the ranks whose batches make one; None means all. With a group other than the
-            Reducer's, a layer does not queue behind the buckets that are under way.
+        module: changed in place; may hold BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm.
+        process_group: the ranks whose batches are combined; None means all. With a group other than
+            the Reducer's, a layer does not queue behind the buckets in flight.
 
     Returns:
         `module`, or its replacement if it is a batch norm itself.
@@ -73,7 +73,7 @@ def convert_sync_batchnorm(
 
     def convert(layer: _BatchNorm) -> SyncBatchNorm:
         if layer not in converted:
-            # Without __init__, which would make new parameters: optimizers hold the old ones.
+            # Without __init__, which would make new parameters, while optimizers hold the old ones.
             converted[layer] = new = SyncBatchNorm.__new__(SyncBatchNorm)
             new.__dict__.update(layer.__dict__, process_group=process_group)
         return converted[layer]
@@ -86,32 +86,31 @@ def convert_sync_batchnorm(
 
 
 class SyncBatchNorm(_BatchNorm):
-    """torch.nn.BatchNorm1d, 2d and 3d, with mean and variance taken over all ranks' batches.
+    """torch.nn.BatchNorm1d, 2d and 3d, with mean and variance over all ranks' batches.
 
-    Ranks may have batches of different sizes, or none. Outputs, gradients and running statistics
-    are those of one process with the whole batch; the running statistics have the same bits on
-    every rank. The gradients of weight and bias are each rank's part, which the Reducer averages
-    like all others.
+    Batches may be empty, or differ in size. Outputs, gradients and running statistics are those of
+    one process with the whole batch. Running statistics have the same bits on every rank. Each rank
+    computes its part of the gradients of weight and bias, and the Reducer averages the parts.
 
-    Every rank must run the layer in forward, and in backward, or none. If ranks have different
-    weights, multiply their losses by them: `Reducer.weight` would come too late.
+    Either all ranks run the layer in forward (and in backward), or none. If ranks have different
+    weights, multiply their losses by them; `Reducer.weight` would be too late.
 
-    In evaluation mode, and with one rank, it is torch's batch norm and communicates nothing. 16-bit
-    inputs are summed in float32; values exchanged in forward are summed in float64.
+    In evaluation mode, or with one rank, it is torch's batch norm and communicates nothing. 16-bit
+    inputs are summed in float32, and the values that ranks exchange in forward in float64.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
             torch.nn.BatchNorm2d.
-        process_group: the ranks whose batches make one; None means all.
+        process_group: the ranks whose batches are combined; None means all.
 
     Shape:
-        input and output: (N, C, ...) of any floating dtype, N from 0; the memory format stays.
+        input and output: (N, C, ...) of any floating dtype, N may be 0; keeps the memory format.
 
     Raises:
         ValueError: from a forward pass: fewer than 2 dimensions, no channels, not more than one
             value per channel over all ranks, or this rank is not a member of the group.
-        RuntimeError: another number of channels. From a second differentiation: its collectives
-            have no derivative.
+        RuntimeError: another number of channels; or second derivatives, because the collective in
+            backward has none.
 
     Follows: Ioffe and Szegedy, "Batch Normalization" (2015); Chan, Golub and LeVeque, "Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979) for the moments.
@@ -144,7 +143,7 @@ class SyncBatchNorm(_BatchNorm):
             if world_size == 1:
                 return super().forward(input)
             batches = _OneOfEachRank(self.process_group)
-        # Before anything is sent: a rank that raises halfway leaves the others waiting.
+        # Checked first: an error after the collective has begun would leave other ranks waiting.
         for name in ("running_mean", "weight", "bias"):
             tensor = getattr(self, name)
             if tensor is not None and (found := tensor.numel()) != input.size(1):
@@ -154,8 +153,8 @@ class SyncBatchNorm(_BatchNorm):
             self._update_running_statistics(moments)
         anchor = None
         if moments.need_gradient and torch.is_grad_enabled():
-            # Layers below this one learn on other ranks alone, whose backward needs this rank's
-            # sums. The anchor makes autograd run this layer's backward here, too.
+            # On other ranks layers below this one learn, and need this rank's sums. The anchor
+            # makes autograd run this layer's backward here, too.
             anchor = torch.empty((), requires_grad=True, device=input.device)
         output: torch.Tensor = _Normalize.apply(
             input, self.weight, self.bias, anchor, moments, self.eps, batches
@@ -174,9 +173,9 @@ class SyncBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(1)
         if moments.empty:
             return
-        # As in torch: without a momentum, the average of all batches so far.
+        # As in torch, no momentum means the average over all batches so far.
         factor = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        # As in torch: running variance is a sample's, normalisation uses the population's.
+        # As in torch, the running variance is unbiased, but normalisation uses the biased one.
         unbiased = moments.variance * (moments.count / (moments.count - 1))
         for running, now in ((self.running_mean, moments.mean), (self.running_var, unbiased)):
             assert running is not None
@@ -185,7 +184,7 @@ class SyncBatchNorm(_BatchNorm):
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
         """Copies the layer, but not its process group, which cannot be copied."""
         new = SyncBatchNorm.__new__(SyncBatchNorm)
-        # Before its parts are copied, so that a reference back to the layer finds the copy.
+        # Set first, so that references back to the layer find the copy.
         memo[id(self)] = new
         own = {name: value for name, value in self.__dict__.items() if name != "process_group"}
         new.__dict__.update(copy.deepcopy(own, memo), process_group=self.process_group)
@@ -208,27 +207,26 @@ class _OneOfEachRank:
 
 @dataclass(frozen=True)
 class _Moments:
-    """The moments of all ranks' values, for each channel, in float64."""
+    """The moments of each channel over all ranks, in float64."""
 
-    count: torch.Tensor  # of a channel's values, at least 1; one element
+    count: torch.Tensor  # values per channel, at least 1; one element
     mean: torch.Tensor  # (C,)
-    variance: torch.Tensor  # of the population, not of a sample; (C,)
+    variance: torch.Tensor  # biased; (C,)
     empty: bool  # no rank has any value
-    need_gradient: bool  # layers below this one learn on other ranks, and not on this one
+    need_gradient: bool  # layers below this one learn on other ranks, but not here
 
 
 @torch.no_grad()
 def _moments_of_all(x: torch.Tensor, batches: Batches) -> _Moments:
     """Gathers and merges all batches' moments. Collective: one all-gather of 2 C + 2 numbers."""
     channels = x.size(1)
-    # Everything in one tensor, for a single collective.
     rows = batches.gather(_pack_moments(x))
     means, squares, counts, learn = rows.split([channels, channels, 1, 1], dim=1)
-    # At least 1: a batch that is empty on all ranks must not divide by zero.
+    # At least 1, to avoid a division by zero if all batches are empty.
     count = counts.sum(0).clamp(min=1)
     mean = sum_of_rows(counts * means) / count
     variance = sum_of_rows(squares + counts * (means - mean).square()) / count
-    # bool() and int() wait for a GPU, so they are called only where the answer may matter.
+    # bool() and int() wait for a GPU, so they run only where the answer may matter.
     need_gradient = not x.requires_grad and bool(learn.any())
     values = int(counts.sum()) if x.numel() <= channels else None
     if values == 1:
@@ -242,14 +240,14 @@ def _moments_of_all(x: torch.Tensor, batches: Batches) -> _Moments:
 def _pack_moments(x: torch.Tensor) -> torch.Tensor:
     """Packs [mean, sum of squared deviations, count, learns] of `x` (N, C, ...) as float64.
 
-    `learns` is 1 if layers below take a gradient from `x`, else 0. Shape: (2 C + 2,).
+    `learns` is 1 if layers below need a gradient of `x`, else 0. Shape: (2 C + 2,).
     """
     count = x.numel() // x.size(1)
     wide = x.to(_wide(x.dtype))
     mean = wide.sum(_all_but_channels(x)) / max(count, 1)
-    # Deviations from the mean: a difference of large squares has no correct digits left.
+    # Sums deviations from the mean, since a difference of large squares would lose all digits.
     squares = (wide - _along_channels(mean, x)).square_().sum(_all_but_channels(x))
-    # Filled on the device: copying a number to a GPU would wait for its earlier work.
+    # Filled on the device, because copying a number to a GPU would wait for its earlier work.
     counted, learns = torch.full((2, 1), count, dtype=torch.float64, device=x.device)
     learns.fill_(x.requires_grad)
     return torch.cat([mean.double(), squares.double(), counted, learns])
@@ -258,7 +256,7 @@ def _pack_moments(x: torch.Tensor) -> torch.Tensor:
 class _Normalize(torch.autograd.Function):
     """y = (x - mean) / sqrt(variance + eps) * weight + bias, with mean and variance over all ranks.
 
-    Backward, with sums over the values of a channel on all ranks, n of them:
+    Backward, with sums over a channel's n values on all ranks:
 
         dx = weight / std * (dy - sum(dy) / n - (x - mean) / std^2 * sum(dy (x - mean)) / n)
     """
@@ -279,7 +277,7 @@ class _Normalize(torch.autograd.Function):
         inverse = (moments.variance + eps).rsqrt().to(wide)
         ctx.save_for_backward(x, weight, mean, inverse, moments.count.to(wide))
         ctx.batches = batches
-        # x comes first: the result takes its strides from the first operand (memory format).
+        # x comes first, because the result takes its memory format from the first operand.
         y = x.to(wide) - _along_channels(mean, x)
         y.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
         if bias is not None:
@@ -299,9 +297,9 @@ class _Normalize(torch.autograd.Function):
         if weight is not None and ctx.needs_input_grad[1]:
             d_weight = sums[1] * inverse
         if ctx.needs_input_grad[2]:
-            # This batch's part, copied before the sum below overwrites it.
+            # Copied, because the sum below overwrites `sums`.
             d_bias = sums[0].clone()
-        # If neither needs a gradient, the input needs none on any rank: all skip the collective.
+        # If x and anchor need no gradient, x needs none on any rank, and all skip the collective.
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             sums = ctx.batches.add_up(sums.view(-1)).view_as(sums)
         if ctx.needs_input_grad[0]:
@@ -322,5 +320,4 @@ def _all_but_channels(x: torch.Tensor) -> list[int]:
 
 
 def _along_channels(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Returns `values` (C,) in a shape that broadcasts along x's channels."""
     return values.view(-1, *[1] * (x.dim() - 2))

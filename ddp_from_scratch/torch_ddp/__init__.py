@@ -1,1 +1,1 @@
-"""torch's DistributedDataParallel by name and arguments, over the Reducer."""
+"""torch's DistributedDataParallel, with its name and arguments, over the Reducer."""

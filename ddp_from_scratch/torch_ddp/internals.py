@@ -1,4 +1,4 @@
-"""Parts of `DistributedDataParallel`: arguments, mixed precision, delayed gradients, reducers."""
+"""Parts of `DistributedDataParallel`: arguments, mixed precision, delayed gradients, Reducers."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -27,9 +27,9 @@ NOT_LAZY = (
 def chosen_group(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup:
-    """Returns the process group, the group of a mesh of one dimension, or the default group.
+    """Returns the process group, the group of a one-dimensional mesh, or the default group.
 
-    DTensor parameters of `module`, sharded by another dimension, are replaced by local parts.
+    If another dimension of the mesh shards `module`, local tensors replace its DTensor parameters.
     """
     if device_mesh is None:
         return check_group(process_group)
@@ -38,10 +38,10 @@ def chosen_group(
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
-    # A part of a larger mesh: its other dimensions may shard parameters.
+    # The other dimensions of a larger mesh may shard parameters.
     if device_mesh._get_root_mesh() != device_mesh:
-        # Buckets hold plain tensors; the parameters are DTensors again during forward alone (2-D
-        # parallelism). Imported late: it takes a second, and most programs have no such mesh.
+        # Buckets hold plain tensors; parameters are DTensors only during forward (2-D parallelism).
+        # Imported here because the import takes a second, and few programs have such a mesh.
         from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
         _pre_dp_module_transform(module)
@@ -51,7 +51,7 @@ def chosen_group(
 def checked_parameters(
     module: torch.nn.Module, ignore: Collection[str]
 ) -> list[torch.nn.Parameter]:
-    """Returns the parameters that are not ignored."""
+    """Returns the parameters that are not ignored. Raises if they are lazy or all frozen."""
     ours = [p for name, p in module.named_parameters() if name not in ignore]
     if any(map(torch.nn.parameter.is_lazy, ours)):
         raise RuntimeError(
@@ -69,7 +69,7 @@ def checked_parameters(
 def checked_devices(
     device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]
 ) -> tuple[list[int] | None, int | None]:
-    """Returns the GPU numbers of inputs and of outputs; None and None if inputs are not moved."""
+    """Returns the GPU indices of inputs and outputs; None and None if inputs are not moved."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
     devices = {parameter.device for parameter in parameters}
@@ -94,9 +94,9 @@ def _index(device: Any) -> int:
 
 
 def moved(value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """Returns the same structure with its tensors on `device`, the floating ones as `dtype`.
+    """Returns nested tuples, lists and dicts with their tensors moved to `device`.
 
-    Looks into tuples, lists and dicts, at any depth. None leaves device or dtype unchanged.
+    Casts floating tensors to `dtype`. None keeps the device or the dtype.
     """
     if isinstance(value, torch.Tensor):
         if device is not None:
@@ -118,7 +118,7 @@ _COMPRESSED = {
 
 
 def hook_for(precision: Any) -> CommHook | None:
-    """Returns the comm hook that torch's `_MixedPrecision` asks for; None if none is needed."""
+    """Returns the comm hook for torch's `_MixedPrecision`, or None if it needs none."""
     sent = precision.reduce_dtype or precision.param_dtype
     if sent in (None, torch.float32, torch.float64):
         return None
@@ -130,10 +130,10 @@ def hook_for(precision: Any) -> CommHook | None:
 def cast_buffers(
     module: torch.nn.Module, dtype: torch.dtype | None, ignore: Collection[str]
 ) -> None:
-    """Casts the floating buffers to `dtype` for good; None leaves them."""
+    """Casts the floating buffers to `dtype` permanently; None keeps their dtype."""
     sparse = sparse_parameters(module)
     for name, parameter in module.named_parameters():
-        # Autograd cannot take a sparse gradient back through a cast.
+        # Autograd cannot propagate a sparse gradient through a cast.
         if id(parameter) in sparse and name not in ignore:
             raise ValueError(
                 f"mixed_precision cannot cast parameter {name}, whose gradient is sparse: use "
@@ -152,7 +152,7 @@ def checked_delayed(
     named: Sequence[tuple[str, torch.nn.Parameter]] | None,
     trigger: torch.nn.Parameter | None,
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Returns the parameters that are averaged on their own when the trigger is ready."""
+    """Returns the parameters that are averaged separately when the trigger is ready."""
     if (named is None) != (trigger is None):
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
@@ -166,10 +166,10 @@ def checked_delayed(
 
 
 class DelayedReduction:
-    """Averages the gradients of some parameters when the gradient of a chosen one is ready.
+    """Averages the gradients of some parameters when the gradient of the trigger is ready.
 
-    For gradients that are complete before the rest of backward, such as those of embeddings that a
-    pipeline computes in several parts. They must be complete by then.
+    These gradients must be complete by then. An example: embeddings, in a pipeline that computes
+    their gradients in several parts.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class DelayedReduction:
         process_group: dist.ProcessGroup | None,
     ) -> None:
         self.process_group = process_group
-        # A cap that nothing reaches: all gradients are launched at the same moment anyway.
+        # An infinite cap, because all gradients are launched at the same time anyway.
         kinds = [(p.nbytes, (p.dtype, p.device)) for p in parameters]
         plan = assign(kinds, range(len(parameters)), [2**62])
         self._buckets = [ViewBucket(members, [parameters[m] for m in members]) for members in plan]
@@ -188,11 +188,11 @@ class DelayedReduction:
     def _launch(self, gradient: torch.Tensor) -> None:
         for bucket in self._buckets:
             for index in bucket.members:
-                # No hook counts these gradients. A member marked unused contributes its `.grad`.
+                # No hook marks these gradients ready. An unused member still contributes `.grad`.
                 bucket.mark_unused(index)
             bucket.pack(1.0)
             bucket.launch(comm_hooks.average, self.process_group)
-        # Waiting here would hold up the rest of backward.
+        # Waits at the end, since waiting here would delay the rest of backward.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
@@ -205,33 +205,32 @@ class WrappedReducer(Reducer):
     """A Reducer with the methods that pipelines and Lightning call on torch's."""
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Names the tensors where backward will begin, in place of the forward pass's outputs."""
         self.prepare_backward(outputs)
 
     def _rebuild_buckets(self) -> bool:
-        return False  # buckets are only laid out again at the end of an average
+        return False  # buckets are only rebuilt at the end of an average
 
 
 class CopiedReducer(WrappedReducer):
     """The Reducer of a copy, which one rank may make alone."""
 
     def _meets(self) -> bool:
-        # Sharing memory takes all ranks. They meet when the copy first averages.
+        # Sharing memory is collective. The ranks meet when the copy first averages.
         return False
 
 
 def derive_in_name_alone(theirs: type, ours: type) -> None:
-    """Removes from `ours` all that `theirs` itself would pass on.
+    """Makes `ours` inherit nothing that `theirs` itself defines.
 
-    Each attribute that `theirs` defines becomes the attribute that `ours` would have if it derived
-    from the bases of `theirs` instead; without one, access raises AttributeError. Instances of
-    `ours` still pass `isinstance(x, theirs)`.
+    Each such attribute becomes the one that `ours` would inherit from the bases of `theirs`. If
+    these have none, access raises AttributeError. `isinstance(x, theirs)` stays True for instances
+    of `ours`.
     """
     position = ours.__mro__.index(theirs)
     before, behind = ours.__mro__[:position], ours.__mro__[position + 1 :]
-    # Not a list of names: torch's later versions add more.
+    # Not a fixed list of names, since later versions of torch add more.
     for name, value in vars(theirs).items():
-        # Python itself reads `__doc__`, `__annotations__` and the like in a class.
+        # `__doc__`, `__annotations__` and the like are for Python itself.
         of_python = name.startswith("__") and not hasattr(value, "__get__")
         if of_python or any(name in vars(base) for base in before):
             continue
@@ -240,11 +239,9 @@ def derive_in_name_alone(theirs: type, ours: type) -> None:
 
 
 class _Absent:
-    """An attribute that a class does not have, although one of its bases does."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __get__(self, instance: object, owner: type) -> Any:
-        # Not another error: hasattr() must be False.
+        # An AttributeError makes hasattr() False.
         raise AttributeError(f"{owner.__name__} of {owner.__module__} has no {self._name}")

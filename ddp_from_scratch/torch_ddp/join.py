@@ -1,11 +1,11 @@
-"""Uneven data: ranks that run out of batches still take part in the other ranks' collectives.
+"""Uneven data: ranks that run out of batches keep taking part in the other ranks' collectives.
 
     with ddp.join(reducer):
         for x, y in loader:          # not as many batches on every rank
             ...
 
-Built on torch's own protocol (`torch.distributed.algorithms.join`), so that other objects that
-communicate in every step, such as ZeroRedundancyOptimizer, may join in one context.
+It uses torch's protocol (`torch.distributed.algorithms.join`), so that one context may also join
+other objects that communicate in every step, such as ZeroRedundancyOptimizer.
 """
 
 from collections.abc import Iterator
@@ -26,16 +26,14 @@ from ddp_from_scratch.sync.broadcast import broadcast_parameters
 class JoinableReducer(Joinable, JoinHook):
     """A Reducer that takes part in a `Join` context.
 
-    In each step ranks with data and ranks without do the same, in this order:
+    In each step ranks with data and ranks without take the same actions in the same order:
 
-    - report that they are there (torch's protocol): `notify` before a forward pass, or without data
-      `main_hook`.
-    - send buffers from the highest rank that has data, if the last step has averaged
-      (`send_buffers`).
+    - report to torch's protocol: `notify` before a forward pass, or without data `main_hook`.
+    - broadcast the buffers of the highest rank with data, if the last step averaged.
     - agree on the number of ranks that average in this step.
-    - all-reduce the buckets: in backward, or without data in `main_hook`, with a weight of zero.
+    - all-reduce the buckets: in backward, or without data in `main_hook`, with weight 0.
 
-    When no rank has data left, the highest rank of those that ended last gives its parameters and
+    When no rank has data left, the highest of the ranks that ended last sends its parameters and
     buffers to all.
     """
 
@@ -43,22 +41,21 @@ class JoinableReducer(Joinable, JoinHook):
         super().__init__()
         self.reducer = reducer
         self.by_initial_world_size = True
-        # The rank whose parameters all ranks have since the last context ended.
+        # The rank whose parameters all ranks got when the last context ended.
         self.last_rank: int | None = None
         # The disabled configuration. `end` restores it, since torch's `Join` never does.
         self._outside = self._join_config
-        # True if the last step averaged: then buffers are due before the next one.
-        self._averaged = True
+        self._averaged = True  # the last step averaged, so buffers are due before the next one
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the part of a rank without data; called by torch's `Join`."""
+        """Returns the hook for a rank without data; called by torch's `Join`."""
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         self._averaged = True
         return self
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the tensors that ranks exchange."""
+        """The device of the tensors that ranks exchange through `Join`."""
         return self.reducer.device
 
     @property
@@ -67,34 +64,34 @@ class JoinableReducer(Joinable, JoinHook):
         return self.reducer.process_group or dist.group.WORLD
 
     def notify(self) -> None:
-        """Begins a step on a rank with data. Called before each forward pass in training.
+        """Begins a step on a rank with data, before each forward pass in training.
 
         Collective inside a `Join` context.
 
         Raises:
-            RuntimeError: some rank has no data left, with `throw_on_early_termination` or
-                synchronised batch norm in the module.
+            RuntimeError: some rank has no data left, and `throw_on_early_termination` is set or the
+                module has synchronised batch norm.
         """
         if not self._join_config.enable:
             return
         sync = self.reducer.sync
         self.reducer.set_joining(True)
-        # In the order of `main_hook`, else ranks with and without data would wait for each other.
+        # The order is that of `main_hook`. Otherwise ranks with and without data would deadlock.
         Join.notify_join_context(self)
         self.check_norms(1.0)
         self.send_buffers(has_data=True)
-        # Weight 0 under no_sync(): the others need to know whether anybody averages in this step.
+        # Weight 0 under no_sync() tells ranks without data whether any rank averages in this step.
         weight = self.reducer.agree_weight(1.0 if sync else 0.0)
         self._averaged = sync
         if sync:
             self.reducer.set_weight(None if self.by_initial_world_size else weight)
 
     def main_hook(self) -> None:
-        """Takes part in one step of the other ranks, without data."""
+        """Takes part in a step of the other ranks without data."""
         self.check_norms(0.0)
         self.send_buffers(has_data=False)
         nothing = self.reducer.agree_weight(0.0)
-        # Zero if all others are under no_sync(): they accumulate and launch no bucket.
+        # 0 if all other ranks are under no_sync(), where they launch no bucket.
         self._averaged = nothing.total() != 0
         if self._averaged:
             self.reducer.set_joining(True)
@@ -108,19 +105,19 @@ class JoinableReducer(Joinable, JoinHook):
         self.end()
 
     def send_buffers(self, has_data: bool) -> None:
-        """Sends the buffers of a rank with data to all, if the last step averaged. Collective."""
+        """Broadcasts the buffers of a rank with data, if the last step averaged. Collective."""
         if self._averaged and self.reducer.buffer_sync.will_send():
             self.reducer.buffer_sync.in_join(self.agree_on_rank(has_data))
 
     def end(self) -> None:
         """Leaves the context. Idempotent."""
-        # torch's `Join` never announces its end. Without this, forward passes would go on to agree
-        # on ranks and weights, and `Reducer.weight` would be overruled.
+        # torch's `Join` does not announce its end. Without this, later forward passes would still
+        # agree on ranks and weights, and overrule `Reducer.weight`.
         self._join_config = self._outside
         self.reducer.set_joining(False)
 
     def check_norms(self, amount: float) -> None:
-        """Raises, on every rank, if batch norm would wait for a rank without data. Collective.
+        """Raises on every rank if batch norm would wait for a rank without data. Collective.
 
         Args:
             amount: 1 on ranks with data, else 0.
@@ -153,22 +150,22 @@ def join(
     enable: bool = True,
     throw_on_early_termination: bool = False,
 ) -> Iterator[None]:
-    """Lets ranks have different numbers of batches.
+    """Allows ranks to have different numbers of batches.
 
-    A rank that leaves the block early takes part in the others' collectives until all have left. At
-    the end all ranks have the parameters and buffers of one that was last. A step under `no_sync()`
-    must have its forward pass inside it, too.
+    A rank that leaves the block early takes part in the other ranks' collectives until all have
+    left. At the end all ranks get the parameters and buffers of one of the last. A step under
+    `no_sync()` must run its forward pass under it, too.
 
     Args:
         reducer: averages the gradients.
         divide_by_initial_world_size: True divides by the number of all ranks, as if those without
-            data had gradients of zero. False divides by the number of ranks that still have data.
-        enable: False for ranks that are known to have the same number of batches.
+            data had zero gradients. False divides by the number of ranks that still have data.
+        enable: False if all ranks are known to have the same number of batches.
         throw_on_early_termination: True raises on every rank as soon as one has no data left.
 
     Raises:
-        RuntimeError: the first rank has no data left, with `throw_on_early_termination` or
-            synchronised batch norm.
+        RuntimeError: a rank has no data left, and `throw_on_early_termination` is set or the module
+            has synchronised batch norm.
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """
@@ -195,6 +192,6 @@ class _Notify(Extension):
         self._joinable = joinable
 
     def on_forward(self) -> None:
-        # Not for an evaluation, nor for a forward pass that a checkpoint recomputes in backward.
+        # Skips evaluations, and forward passes that a checkpoint recomputes in backward.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self._joinable.notify()

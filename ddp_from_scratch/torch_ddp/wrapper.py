@@ -1,13 +1,13 @@
-"""torch's DistributedDataParallel, by name, arguments and behaviour, over `Reducer`.
+"""torch's DistributedDataParallel, with its name, arguments and behaviour, over `Reducer`.
 
     from ddp_from_scratch import DistributedDataParallel
     model = DistributedDataParallel(model)
 
-A program written for torch's class runs unchanged. The class combines parts that work without it:
-`broadcast_parameters`, `Reducer`, `join`.
+Programs for torch's class run unchanged. The class combines `broadcast_parameters`, `Reducer` and
+`join`, which also work without it.
 
-It derives from torch's class so that `isinstance` is true for those who check for torch's
-(Lightning, accelerate, `torch.distributed.checkpoint`, pipelines), but inherits no code from it.
+It derives from torch's class so that `isinstance` checks pass (in Lightning, accelerate,
+`torch.distributed.checkpoint`, pipelines), but inherits no code from it.
 """
 
 import os
@@ -38,36 +38,35 @@ from ddp_from_scratch.torch_ddp.join import JoinableReducer
 class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
-    Construction compares the module on all ranks and gives all ranks rank 0's parameters and
-    buffers. Each backward pass averages, unless it runs under `no_sync()`, and gives all ranks rank
-    0's buffers when it ends. Forward passes send nothing, so that one rank may evaluate alone.
+    Construction compares the module on all ranks, and sends rank 0's parameters and buffers to all.
+    Each backward pass outside of `no_sync()` averages, and sends rank 0's buffers at its end.
+    Forward passes send nothing, so one rank may evaluate alone.
 
-    Unlike torch's class it decides in backward, not in forward, whether to synchronise. It also
-    averages the second of two backward passes through one graph, and calls through `.module`
-    synchronise.
+    Unlike torch's class, it decides in backward and not in forward whether to synchronise. It also
+    averages a second backward pass through one graph, and synchronises calls through `.module`.
 
     Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
         `find_unused_parameters` and `static_graph` as `Reducer`, and
-        device_ids: the one GPU of a module on a single GPU: inputs are moved there.
-        output_device: only together with `device_ids`; outputs stay where they are, as torch's do.
+        device_ids: the GPU of a module on a single GPU; inputs are moved there.
+        output_device: only together with `device_ids`; as in torch, outputs are not moved.
         dim: without effect; torch's class uses it in `scatter` and `gather`.
         broadcast_buffers: False sends no buffers, not even at construction.
         forward_sync_buffers: True if forward passes find rank 0's buffers; the first always does.
         init_sync: False trusts that all ranks hold the same module.
-        bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` takes its place, if given.
+        bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` replaces it, if given.
         check_reduction: deprecated, without effect.
-        delay_all_reduce_named_params: (name, parameter) pairs that are averaged on their own when
-            the gradient of `param_to_hook_all_reduce` is ready.
+        delay_all_reduce_named_params: (name, parameter) pairs that are averaged separately when the
+            gradient of `param_to_hook_all_reduce` is ready.
         mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
             and inputs during forward, of sent gradients, and of buffers. `.grad` and the parameters
             keep their dtype.
-        device_mesh: of one dimension, in place of `process_group`; the other dimensions of a larger
-            one may shard the module's parameters (DTensors).
+        device_mesh: a one-dimensional mesh instead of `process_group`. If it is part of a larger
+            mesh, the other dimensions may shard the module's parameters (DTensors).
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
-        batched_grad_copy: without effect. A bucket's gradients are always copied in one call,
-            except large ones on a CPU, each of which is divided while it is copied.
-        lazy_bucket_allocation: only False: buckets keep their memory (`internals.NOT_LAZY`).
-        check_every, stall_after, straggler_every, shared_memory, fuse_wgrad: not torch's; as
+        batched_grad_copy: without effect. One call copies a bucket's gradients, except that large
+            ones on a CPU are copied one by one and divided on the way.
+        lazy_bucket_allocation: only False; buckets keep their memory (`internals.NOT_LAZY`).
+        check_every, stall_after, straggler_every, shared_memory, fuse_wgrad: not in torch; as
             `Reducer`.
 
     Attributes:
@@ -75,7 +74,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         reducer: averages its gradients.
 
     Raises:
-        ValueError, RuntimeError: as torch's class, and as `broadcast_parameters` and `Reducer`.
+        ValueError, RuntimeError: as torch's class, `broadcast_parameters` and `Reducer`.
     """
 
     reducer: WrappedReducer  # type: ignore[assignment]
@@ -110,7 +109,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         shared_memory: bool = True,
         fuse_wgrad: bool = False,
     ) -> None:
-        # Not torch's DDP's own __init__, which would make its C++ reducer.
+        # torch's own __init__ would construct its C++ reducer.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         trigger = param_to_hook_all_reduce
@@ -132,7 +131,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.dim, self.mixed_precision = dim, mixed_precision
         self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        # Delayed parameters are broadcast like all others, but the Reducer does not average them.
+        # Delayed parameters are broadcast like others, but the Reducer does not average them.
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignore | {name for name, _ in delayed}
         parameters = internals.checked_parameters(module, self.parameters_to_ignore)
@@ -140,7 +139,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.device_ids, self.output_device = internals.checked_devices(
             device_ids, output_device, parameters
         )
-        # Kept for `_build`, which runs again in a copy and for another process group.
+        # `_build` runs again in a copy and for another process group.
         self._settings: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,
             "gradient_as_bucket_view": gradient_as_bucket_view,
@@ -157,14 +156,13 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             "fuse_wgrad": fuse_wgrad,
         }
         if init_sync:
-            # `forward_sync_buffers` is for forward passes alone: construction still sends buffers.
+            # `forward_sync_buffers` applies only to forward passes; construction sends buffers.
             if forward_sync_buffers is None and not broadcast_buffers:
                 ignore |= {name for name, _ in module.named_buffers()}
             broadcast_parameters(module, 0, self.process_group, ignore)
-        # As registered by the program; a new Reducer gets the same hook.
+        # The hook that the program has registered. A new Reducer gets it, too.
         self._comm_hook: tuple[Any, CommHook] | None = None
-        # Its name if it is one of `dist.BuiltinCommHookType`, for the logging data.
-        self._builtin_hook: str | None = None
+        self._builtin_hook: str | None = None  # its name in `dist.BuiltinCommHookType`, for logging
         if mixed_precision is not None:
             dtype = mixed_precision.buffer_dtype
             internals.cast_buffers(module, dtype, self.parameters_to_ignore)
@@ -176,12 +174,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._build(WrappedReducer)
 
     def _build(self, kind: type[WrappedReducer], buffer_hook: BufferHook | None = None) -> None:
-        # The parts that know the process group. A copy of this module makes its own.
         self.reducer = kind(
             self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
         )
-        # When the wrapper goes, its hooks go too: the module may live on, or be wrapped again. So
-        # nothing here may hold a reference to the wrapper.
+        # Removes the hooks when the wrapper is freed, so nothing here may reference the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
         self.buffer_sync.hook = buffer_hook
         self._joinable = JoinableReducer(self.reducer)
@@ -193,14 +189,14 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     # Forward ------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls the module, with inputs on its device."""
+        """Calls the module with inputs moved to its device."""
         trains = torch.is_grad_enabled() and self.module.training
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
-                # Raises before `notify`, in which this rank might wait for others for ever.
+                # Raises before `notify`, where this rank might wait for others forever.
                 self.reducer.check_forward()
             self._joinable.notify()
-        # Inside join(), `notify` has called the hook already.
+        # Inside join(), `notify` has already called the hook.
         if trains and not self._join_config.enable:
             self.buffer_sync.before_forward()
         if self.device_ids:
@@ -210,7 +206,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if dtype is None:
             output = self.module(*inputs, **kwargs)
         else:
-            # The parameters stay as they are: autograd takes gradients back through the cast.
+            # The parameters keep their dtype, and autograd propagates gradients through the cast.
             lowered = {
                 name: parameter.to(dtype)
                 for name, parameter in self.module.named_parameters()
@@ -241,12 +237,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """True if forward passes find rank 0's buffers; may be set, on all ranks alike."""
+        """True if forward passes find rank 0's buffers. May be set, on every rank."""
         return self.buffer_sync.enabled
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        # Also for a Reducer that `_build` makes later.
         self._settings["broadcast_buffers"] = value
         self.reducer.set_broadcast_buffers(value)
 
@@ -260,7 +255,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup) -> None:
-        # The default group is not held: when a program closes it, it must go, with gloo's threads.
+        # Holds no reference to the default group: gloo's threads must end when a program closes it.
         self._group = None if group is dist.group.WORLD else group
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
@@ -268,7 +263,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return self.reducer.no_sync()
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Calls `Reducer.register_comm_hook`; the hook keeps torch's signature."""
+        """Calls `Reducer.register_comm_hook`; the hook has torch's signature."""
         self.reducer.register_comm_hook(state, hook)
         self._comm_hook = state, hook
 
@@ -278,7 +273,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[Any]:
-        """Opens a context as `ddp.join` does, with this class's buffers."""
+        """Opens a context like `ddp.join`."""
         return Join(
             [self],
             enable,
@@ -287,7 +282,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Returns the part of a rank without data; called by torch's `Join`."""
+        """Returns the hook for a rank without data; called by torch's `Join`."""
         return self._joinable.join_hook(**kwargs)
 
     join_device: Any = property(
@@ -296,7 +291,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     join_process_group: Any = property(
         attrgetter("_joinable.join_process_group"), doc="The ranks that take part."
     )
-    # The rank whose parameters all ranks have after `join()`.
     _authoritative_rank: Any = property(attrgetter("_joinable.last_rank"))
 
     @property
@@ -315,7 +309,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return self._joinable.last_rank is not None
 
     def logging_data(self) -> dict[str, Any]:
-        """Returns settings and statistics, by torch's keys if they mean the same."""
+        """Returns settings and statistics, with torch's keys where the meaning is the same."""
         group, stats = self.process_group, self.reducer.stats()
         data = {
             "module_name": type(self.module).__name__,
@@ -339,18 +333,17 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
         }
         if self.reducer.comm_hook is not average:
-            # torch's name of a built-in hook, in place of the name of its function here.
+            # torch's name of a built-in hook differs from the name of its function here.
             data["comm_hook"] = self._builtin_hook or stats.comm_hook
         return data
 
-    # Private in torch, and used by programs nevertheless ----------------------------------------
+    # Private in torch, but used by programs ------------------------------------------------------
 
     _get_ddp_logging_data = logging_data
     # True if the buckets have their final layout.
     _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """Registers a comm hook by a name of `dist.BuiltinCommHookType`."""
         hooks = {
             "ALLREDUCE": comm_hooks.allreduce_hook,
             "FP16_COMPRESS": comm_hooks.fp16_compress_hook,
@@ -362,24 +355,23 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.reducer.remove()
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Accepts False: outputs are those of the module itself, which here they always are."""
+        """Accepts only False: outputs here are always the module's own."""
         if val:
             raise ValueError("outputs are never cloned here")
 
     def _set_static_graph(self) -> None:
-        """Acts as `static_graph=True` from now on. Idempotent."""
         self._settings["static_graph"] = self.static_graph = True
         self.reducer.set_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Averages over these ranks from now on; a no-op on a rank that is not among them.
+        """Switches to another process group; a no-op on ranks outside of it.
 
-        They must hold the same parameters. A new Reducer lays its buckets out again, with the cap
-        that "auto" has settled on. A comm hook stays, with its state: a state that holds another
-        group must be changed by the program.
+        Its ranks must hold the same parameters. A new Reducer rebuilds the buckets with the cap
+        that "auto" has settled on. A comm hook keeps its state; if the state names another group,
+        the program must change it.
 
         Raises:
-            RuntimeError: gradients are under way.
+            RuntimeError: gradients are not averaged yet.
         """
         if dist.get_rank(new_process_group) < 0:
             return
@@ -387,16 +379,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         old, self.process_group = self._group, new_process_group
         if self.delayed is not None:
             self.delayed.process_group = new_process_group
-        # The new Reducer gets the choice of "auto" and need not tune again.
         if self.reducer.bucket_cap_mb is not None:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
             self._settings["overlap"] = self.reducer.overlap
-        # Removes the old Reducer's hooks: each gradient is to be averaged once.
+        # Removes the old Reducer's hooks, so that each gradient is averaged once.
         self._finalizer()
         self._build(WrappedReducer, self.buffer_sync.hook)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
-            # The hooks of `comm_hooks` have the process group as their state.
+            # The state of hooks in `comm_hooks` is the process group.
             self.reducer.register_comm_hook(self._group if state is old else state, hook)
 
     def _register_buffer_comm_hook(
@@ -412,25 +403,23 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        """Sends one rank's buffers, or these tensors, to all; for buffer hooks."""
         self.buffer_sync.send(authoritative_rank, bufs)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
         module: Any, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
-        """Marks parameters and buffers to be left alone; called before `module` is wrapped."""
+        """Marks parameters and buffers to ignore; called before `module` is wrapped."""
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
-                # torch's own mark: `_get_data_parallel_params` has no list of names.
+                # torch's mark, since `_get_data_parallel_params` gets no list of names.
                 tensor._ddp_ignored = True
 
     @staticmethod
     def _get_data_parallel_params(
         module: torch.nn.Module, named_params: bool = False
     ) -> Iterator[Any]:
-        """Yields the parameters, or (name, parameter) pairs, that are not ignored."""
         for name, parameter in module.named_parameters():
             if not hasattr(parameter, "_ddp_ignored"):
                 yield (name, parameter) if named_params else parameter
@@ -438,7 +427,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
     # Copies -------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # A process group cannot be copied. The default group is found again.
+        # A process group cannot be copied, but a copy finds the default group.
         if self._group is not None:
             raise RuntimeError("only a wrapper on the default process group can be copied")
         if self.delayed is not None:
@@ -446,7 +435,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         state = self.__dict__.copy()
         state["buffer_hook"] = self.buffer_sync.hook
         state["_comm_hook"] = None
-        # A copy makes these by `_build`: they know the process group and hold hooks on this module.
+        # A copy makes its own in `_build`, because they hold the process group and hooks.
         for name in ("_group", "reducer", "_joinable", "_finalizer"):
             del state[name]
         # `__setstate__` registers `_add_prefix` again.
@@ -466,7 +455,7 @@ internals.derive_in_name_alone(torch.nn.parallel.DistributedDataParallel, Distri
 
 def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     inside = [key for key in state_dict if key.startswith(prefix)]
-    # The keys of the bare module, which is loaded too, do not begin with `module.`.
+    # A bare module's state, which may be loaded too, has keys without `module.`.
     if not any(key.startswith(f"{prefix}module.") for key in inside):
         for key in inside:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)

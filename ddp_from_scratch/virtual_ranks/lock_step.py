@@ -1,13 +1,13 @@
-"""Runs virtual ranks in lock step, for layers that take the batches of all of them as one.
+"""Runs virtual ranks in lock step, for layers that combine the batches of all virtual ranks.
 
-Each virtual rank but the last has a thread. One runs at a time, as far as the next such layer:
+Each virtual rank but the last has a thread. They run one at a time, up to the next such layer:
 
     virtual rank 3   forward to the layer |                                    | on to the next |
     virtual rank 2                        | forward to the layer |             |                | on
     ... virtual rank 1                                               | to the layer, gather rows of
     all |
 
-What a virtual rank changes of the process (gradients, buffers, generators) the others do not see.
+A virtual rank does not see what others change in the process (gradients, buffers, generators).
 """
 
 import copy
@@ -39,9 +39,9 @@ DIFFERENT_LAYERS = (
 
 
 class View:
-    """A virtual rank's view of the process: its gradients, generators, and own buffers.
+    """A virtual rank's view of the process: its gradients, generators and own buffers.
 
-    `attributes` are an object's, by name, with a value for each virtual rank.
+    `attributes` are (object, name) pairs of attributes that differ between virtual ranks.
     """
 
     def __init__(
@@ -52,7 +52,6 @@ class View:
     ) -> None:
         self._parameters, self._attributes = list(module.parameters()), attributes
         own = {id(buffer) for buffer in buffers}
-        # One that two modules share is there twice.
         self._places = [
             (layer._buffers, name)
             for layer in module.modules()
@@ -61,8 +60,7 @@ class View:
         ]
 
     def copy_buffers(self) -> None:
-        """Gives the module buffers of this virtual rank alone, with the same values."""
-        # Other tensors, and not other values: autograd would count writes by other virtual ranks.
+        # New tensors, because autograd counts writes by other virtual ranks to a shared one.
         copies = copy.deepcopy([owner[name] for owner, name in self._places])
         for (owner, name), buffer in zip(self._places, copies, strict=True):
             owner[name] = buffer
@@ -103,14 +101,14 @@ class _VirtualRankBatches:
 
 
 class _Over(BaseException):
-    """Ends a thread, where it waits in a layer."""
+    """Raised in a thread to end it."""
 
 
 class Turn:
-    """A function in a thread, which runs only while the caller of `resume` waits for it."""
+    """Runs a function in a thread, but only while the caller of `resume` waits."""
 
     def __init__(self, function: Callable[["Turn"], None]) -> None:
-        self.row: torch.Tensor | None = None  # its input rows at the present layer
+        self.row: torch.Tensor | None = None  # its input at the layer where it waits
         self._error: BaseException | None = None
         self._rows: SimpleQueue[torch.Tensor | _Over | None] = SimpleQueue()
         self._stops: SimpleQueue[None] = SimpleQueue()
@@ -119,14 +117,14 @@ class Turn:
         self._thread.start()
 
     def resume(self, rows: torch.Tensor | None = None) -> None:
-        """Lets it run to the next layer, whose rows it gets, or to its end; raises what it does."""
+        """Passes in rows, and runs to the next layer or the end. Raises what the thread raised."""
         self._rows.put(rows)
         self._stops.get()
         if self._error is not None:
             raise self._error
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Waits for the rows of all. Called by the function."""
+        """Called by the function: waits for the rows of all virtual ranks."""
         self.row = row
         self._stops.put(None)
         rows = self._rows.get()
@@ -137,7 +135,7 @@ class Turn:
         return rows
 
     def end(self) -> None:
-        """Ends the thread, in whichever layer it waits. Idempotent."""
+        """Ends the thread, even if it waits in a layer. Idempotent."""
         self._rows.put(_Over())
         self._thread.join()
 
@@ -160,10 +158,10 @@ def run_in_lock_step(
     view: View,
     gather: Gather,
 ) -> None:
-    """Calls `run` for each virtual rank; the last one's runs in the calling thread.
+    """Calls `run` for each virtual rank; the last one runs in the calling thread.
 
-    `virtual_ranks` are those of this rank, in descending order. `gather` returns the rows of all
-    virtual ranks, of this rank's in ascending order; it is collective.
+    `virtual_ranks` are this rank's, in descending order. The collective `gather` takes this rank's
+    rows in ascending order, and returns those of all virtual ranks.
 
     Raises:
         RuntimeError: the virtual ranks do not run the same layers.
@@ -171,12 +169,12 @@ def run_in_lock_step(
     outside = view.capture()
     on_device = next(module.parameters()).device
     device, stream = on_device.type, gpu.current_stream(on_device)
-    # Threads have settings of their own, as far as torch does not say otherwise.
+    # Autocast is thread-local.
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def take_part(virtual_rank: int, gather: Gather) -> None:
         several_batches.set(_VirtualRankBatches(view, outside, gather))
-        # Backward in this thread, also on a GPU: there all would share one, and wait in it.
+        # Otherwise all backward passes on a GPU would share a thread, and block each other in it.
         with torch.autograd.set_multithreading_enabled(False):
             run(virtual_rank)
 
@@ -213,7 +211,7 @@ def run_in_lock_step(
 def gather_virtual_ranks(
     rows: torch.Tensor, virtual_ranks: int, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Returns the rows of all virtual ranks, given this rank's, one for each. Collective."""
+    """Gathers one row for each virtual rank; `rows` are this rank's. Collective."""
     rank_count = dist.get_world_size(process_group)
     if rank_count == 1:
         return rows

@@ -1,4 +1,4 @@
-"""Sums along a fixed binary tree over virtual ranks: arithmetic, no tensors, no communication.
+"""Sums along a fixed binary tree over virtual ranks, without tensors or communication.
 
     virtual rank            0   1   2   3   4   5   6   7
     sums of 2        |0 1|   |2 3|   |4 5|   |6 7|
@@ -8,8 +8,8 @@
     3 ranks          |0 1||   2 3 4|   |  5 6 7|
     aligned blocks   |0 1||   2 3|4|   |5| |6 7|
 
-Each node is the sum of its two children, whoever holds them, so the root has the same bits on any
-number of ranks.
+Each node is the sum of its two children, whichever ranks hold them. So the root has the same bits
+on any number of ranks.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 
 def virtual_rank_range(virtual_ranks: int, rank: int, ranks: int) -> range:
-    """Returns the virtual ranks of a rank: contiguous, and as many on every rank but for one."""
+    """Returns a rank's contiguous virtual ranks. The counts of ranks differ by at most one."""
     return range(rank * virtual_ranks // ranks, (rank + 1) * virtual_ranks // ranks)
 
 
 class Block(NamedTuple):
-    """A node of the tree: `size` virtual ranks from `start` on. `start` is a multiple of `size`."""
+    """A node of the tree: `size` virtual ranks from `start`, which is a multiple of `size`."""
 
     start: int
     size: int
 
 
 def aligned_blocks(part: range) -> list[Block]:
-    """Returns the fewest nodes of the tree that make up these virtual ranks, in order."""
+    """Returns the fewest tree nodes that cover exactly these virtual ranks, in order."""
     blocks, start = [], part.start
     while start < part.stop:
         # The lowest set bit of `start` is the largest size that divides it; every size divides 0.
@@ -44,9 +44,9 @@ def aligned_blocks(part: range) -> list[Block]:
 
 
 class PartialSums(Generic[T]):
-    """A binary counter of sums: two siblings become their parent as soon as both are there.
+    """A binary counter of sums, which replaces two siblings by their parent.
 
-    `add` gets the value of lower virtual ranks first, and may reuse the memory of both.
+    `add` takes the value of the lower virtual ranks first, and may reuse both values' memory.
     """
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
@@ -54,7 +54,7 @@ class PartialSums(Generic[T]):
         self._values: dict[Block, T] = {}
 
     def push(self, block: Block, value: T) -> None:
-        """Adds the value of a block that has not been pushed, from whichever side it comes."""
+        """Adds the value of a new block. Blocks may come in any order."""
         start, size = block
         # The bit of `size` tells a left sibling from a right one.
         while (sibling := Block(start ^ size, size)) in self._values:
@@ -64,7 +64,7 @@ class PartialSums(Generic[T]):
         self._values[Block(start, size)] = value
 
     def __iter__(self) -> Iterator[tuple[Block, T]]:
-        """Yields the sums that have no sibling yet, in the order of virtual ranks."""
+        """Yields the sums without a sibling, in the order of virtual ranks."""
         return iter(sorted(self._values.items(), key=lambda item: item[0]))
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """A comm hook that sums a bucket over virtual ranks along the fixed tree of `tree.py`.
 
-Each rank owns one chunk of the bucket. It gets every rank's partial sums of that chunk, adds them
-along the tree, and sends the average to all:
+Each rank owns one chunk of the bucket. It receives every rank's partial sums of that chunk, adds
+them along the tree, and sends the average to all ranks:
 
     rank 0   | sum of 0 1 |                 |                  rank 0: root of chunk 0
     rank 1   | sum of 2 3 |  -> all-to-all  |  -> tree sums -> rank 1: root of chunk 1 -> all-gather
@@ -35,20 +35,20 @@ from ddp_from_scratch.waiting import may_be_left_behind, wait
 
 
 def seed_generators(seed: int) -> None:
-    """Seeds every generator that a model may draw from: torch's, on GPUs too, Python's, numpy's."""
+    """Seeds every generator that a model may use: torch's (also on GPUs), Python's, numpy's."""
     torch.manual_seed(seed)
     random.seed(seed)
-    # numpy takes 32 bits at a time, and a seed may have more.
+    # A seed may have more bits than the 32 that numpy takes.
     np.random.seed(np.random.SeedSequence(seed).generate_state(8))
 
 
 def generator_states() -> tuple[Any, ...]:
-    """Returns the states of these generators; on GPUs that of the current one."""
+    """Returns the states of these generators; of GPUs only the current one's."""
     return torch.get_rng_state(), gpu.generator_state(), random.getstate(), np.random.get_state()
 
 
 def set_generator_states(states: tuple[Any, ...]) -> None:
-    """Puts all generators back into these states."""
+    """Restores the states of all generators."""
     cpu, of_gpu, python, numpy = states
     torch.set_rng_state(cpu)
     if of_gpu is not None:
@@ -59,10 +59,10 @@ def set_generator_states(states: tuple[Any, ...]) -> None:
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Seeds all generators from these numbers inside; outside they go on as if nothing had been.
+    """Seeds all generators from these numbers inside the context, and restores them after it.
 
-    So what a program draws between virtual ranks, such as an order of samples, does not depend on
-    how many virtual ranks this rank has run.
+    So what a program draws between virtual ranks, such as a sample order, does not depend on the
+    number of virtual ranks that this rank has run.
     """
     before = generator_states()
     seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
@@ -72,12 +72,12 @@ def seeded(*numbers: int) -> Iterator[None]:
         set_generator_states(before)
 
 
-# By the parameter's index. A missing one is a gradient of zeros.
+# By parameter index. A missing gradient is zero.
 Gradients = dict[int, torch.Tensor]
 
 
 def add_gradients(low: Gradients, high: Gradients) -> Gradients:
-    """Adds `high` to `low`, in the memory of `low` where both have a gradient."""
+    """Adds `high` to `low`, in `low`'s memory where both have a gradient."""
     both = [index for index in low if index in high]
     if both:
         torch._foreach_add_([low[index] for index in both], [high[index] for index in both])
@@ -85,11 +85,11 @@ def add_gradients(low: Gradients, high: Gradients) -> Gradients:
 
 
 class TreeReduction:
-    """The partial sums of this rank's earlier virtual ranks, and the hook that averages over all.
+    """Holds the partial sums of this rank's earlier virtual ranks, and averages over all of them.
 
-    Sums have the dtype of the gradients: each node of the tree rounds once, so a sum of V virtual
-    ranks has log2 V roundings. The division by V is exact, but where a value becomes subnormal.
-    With `windows` a gradient may be a window of a bucket already (`FusedWgrad`).
+    Sums have the dtype of the gradients. Each tree node rounds once, so a sum of V virtual ranks
+    has log2 V roundings. The division by V is exact, unless a value becomes subnormal. With
+    `windows` a gradient may already be a window of a bucket (`FusedWgrad`).
     """
 
     def __init__(self, virtual_ranks: int, windows: bool) -> None:
@@ -97,16 +97,16 @@ class TreeReduction:
         self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
 
     def add(self, virtual_rank: int, gradients: Gradients) -> None:
-        """Adds the gradients of a virtual rank that is not this rank's last; takes their memory."""
+        """Adds the gradients of a virtual rank, and reuses their memory. Not for the last one."""
         for index, gradient in gradients.items():
-            # The next virtual rank's gradient will be written to the same window.
+            # The next virtual rank writes to the same window.
             gradients[index] = gradient.clone() if self._windows else gradient
             self._divide(gradients[index], before=True)
         self._sums.push(Block(virtual_rank, 1), gradients)
 
     def _divide(self, tensor: torch.Tensor, before: bool) -> None:
-        # Before the sum where that could overflow, as in `comm_hooks.average`. Behind it the
-        # division is that of one chunk, and not of every virtual rank's gradients.
+        # 16-bit sums may overflow, so these are divided before, as in `comm_hooks.average`.
+        # Dividing after the sum is cheaper: one chunk and not every virtual rank's gradients.
         if before == (tensor.element_size() == 2):
             tensor.mul_(1 / self._virtual_ranks)
 
@@ -115,7 +115,7 @@ class TreeReduction:
 
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
-        # Not `check_group`: torch does not list the group that the Reducer opens beside gloo's.
+        # Not `check_group`, because torch does not list the group that a Reducer opens beside gloo.
         group = process_group or check_group(None)
         parts = [
             virtual_rank_range(self._virtual_ranks, rank, group.size())
@@ -137,7 +137,7 @@ class TreeReduction:
 
     @torch.no_grad()
     def fold(self, places: Sequence[Block], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The sums that these rows leave; the average, in the first one's memory, of all."""
+        """Adds these rows along the tree; returns the sums left, or the average of all."""
         sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
         for block, row in zip(places, rows, strict=True):
             sums.push(block, row)
@@ -145,25 +145,24 @@ class TreeReduction:
         block, root = left[0]
         if block.size == self._virtual_ranks:
             self._divide(root, before=False)
-            # Where gradients are missing a zero may be -0.0, by how virtual ranks are shared out.
-            # No other value depends on its sign, so it is enough to drop that here.
+            # Makes every zero +0.0. Where gradients are missing, its sign would depend on which
+            # rank runs which virtual rank. No other value depends on that sign.
             root.add_(0.0)
         return [row for _, row in left]
 
-    # One collective is started here, the other in `wait`. Buckets are launched in order of their
-    # index, and waited for in that order after the last launch: every rank issues the same
-    # collectives in the same order.
+    # The hook starts a second collective in `wait`. Still all ranks issue the same order: buckets
+    # are launched by index, and waited for by index after the last launch.
     average.one_collective = True  # type: ignore[attr-defined]
 
     def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
         """Returns this rank's partial sums of the bucket as flat real tensors, in order.
 
-        `last` is the rank's lowest virtual rank, which runs last: the first row, which holds it, is
-        the bucket itself.
+        `last` is the rank's lowest virtual rank, which runs last. Its row, the first, is the bucket
+        itself.
         """
         members, sums = bucket.members, PartialSums(add_gradients)
         for block, gradients in self._sums:
-            # Out of the counter: memory is free as soon as the bucket is launched.
+            # `pop` frees memory as soon as the bucket is launched.
             taken = {index: gradients.pop(index) for index in members if index in gradients}
             sums.push(block, taken)
         flat = bucket.buffer()
@@ -179,9 +178,9 @@ class TreeReduction:
 
 
 class _Exchange:
-    """The partial sums of a bucket on their way to the owners of its chunks, and the sums back.
+    """Sends a bucket's partial sums to the owners of its chunks, and gathers the folded chunks.
 
-    The first of this rank's rows gets what the rows of all ranks are folded to.
+    The result is written to the first of this rank's rows.
     """
 
     def __init__(
@@ -194,11 +193,11 @@ class _Exchange:
         self._group, self._into = group, rows[0]
         self._fold = partial(fold, [block for of_rank in blocks for block in of_rank])
         ranks = group.size()
-        # Zeros behind the last element, where needed: the all-gather wants equal chunks.
+        # The all-gather needs equal chunks.
         if padding := -rows[0].numel() % ranks:
             rows = [pad(row, (0, padding)) for row in rows]
         chunk = rows[0].numel() // ranks
-        # By owner, and for each owner in the order of virtual ranks: one row is there as it lies.
+        # By owner, then in the order of virtual ranks. A single row already has this order.
         sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
         self._received = sent.new_empty(sum(map(len, blocks)), chunk)
         splits = [len(of_rank) * chunk for of_rank in blocks], [len(rows) * chunk] * ranks
@@ -209,7 +208,6 @@ class _Exchange:
         )
 
     def end(self) -> None:
-        """Folds this rank's chunk, and gathers the chunks of all owners."""
         wait(self._work)
         (own,), into = self._fold(self._received.unbind()), self._into
         whole = own.numel() * self._group.size()

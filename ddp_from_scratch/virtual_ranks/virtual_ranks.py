@@ -1,12 +1,12 @@
-"""Runs a rank's virtual ranks of a step: `reducer.virtual_rank(i)`, `reducer.run_virtual_ranks`.
+"""Runs a rank's virtual ranks: `reducer.virtual_rank(i)`, `reducer.run_virtual_ranks`.
 
-The phases of a step on a rank, whose virtual ranks come in descending order, one after the other or
-in lock step (`lock_step.py`):
+In a step a rank runs its virtual ranks in descending order, one after another or in lock step
+(`lock_step.py`):
 
-- each virtual rank: buffers are what they were when the step began, `.grad` is None, generators
-  are seeded by the step and the virtual rank.
-- after each but the last: gradients go to the partial sums (`tree_reduction.py`).
-- in the last: backward packs and launches as ever, and the comm hook adds the partial sums.
+- each starts with the buffers from the beginning of the step, with `.grad` None, and with
+  generators seeded by the step and the virtual rank.
+- after each but the last, its gradients go to the partial sums (`tree_reduction.py`).
+- in the last, backward packs and launches as usual, and the comm hook adds the partial sums.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +34,7 @@ from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction, seeded
 
 
 class Averaging(Protocol):
-    """The part of a Reducer that is used here."""
+    """The part of a Reducer that `VirtualRanks` uses."""
 
     module: torch.nn.Module
     sync: bool
@@ -45,7 +45,7 @@ class Averaging(Protocol):
 
 
 class VirtualRanks(Extension):
-    """The virtual ranks of this rank, and the step that they are in; `count` on all ranks."""
+    """This rank's share of the `count` virtual ranks, and the state of their step."""
 
     def __init__(
         self, count: int, buffers: Callable[[], Mapping[str, torch.Tensor]], windows: bool
@@ -53,15 +53,14 @@ class VirtualRanks(Extension):
         if count < 1 or count & (count - 1):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
         self.count, self._buffers, self._windows = count, buffers, windows
-        self.step, self._seed = 0, 0  # with the virtual rank they seed the generators
+        self.step, self._seed = 0, 0  # both seed the generators, with the virtual rank
         self.reduction = TreeReduction(count, windows)
-        # Virtual ranks of this step: those that have not ended, and those that have not begun, in
-        # order. Both are empty between steps.
+        # The step's virtual ranks that have not ended, and those not begun. Empty between steps.
         self._due: list[int] = []
         self._ahead: list[int] = []
-        self.inside: int | None = None  # the virtual rank that runs now
+        self.inside: int | None = None  # the virtual rank that is running
         self.in_lock_step = False
-        # The buffers when the step began, and its number; until the optimizer steps.
+        # The buffers at the start of the step, and its number; None after the optimizer's step.
         self._before: tuple[dict[str, torch.Tensor], int] | None = None
 
     def attach(self, reducer: CoreReducer) -> None:
@@ -70,8 +69,7 @@ class VirtualRanks(Extension):
                 "sparse gradients cannot be summed over virtual ranks: use sparse=False"
             )
         super().attach(reducer)
-        # Several backward passes may be under way at a time.
-        reducer.needs_each = True
+        reducer.needs_each = True  # several backward passes may run at a time
         self._process_group = reducer.process_group
         self._check()
         reducer.set_hook(self.reduction.average, reducer.process_group)
@@ -97,24 +95,22 @@ class VirtualRanks(Extension):
                 )
 
     def range(self) -> range:
-        """Returns this rank's virtual ranks in the present group, in the order to run them."""
+        """Returns this rank's virtual ranks in the current group, in the order to run them."""
         group = self._process_group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if ranks > self.count:
             raise ValueError(f"{ranks} ranks need at least as many virtual ranks, got {self.count}")
-        # Descending: so rank 0 runs virtual rank 0 last, and ends with its buffers, which all ranks
-        # get.
+        # Descending, so that rank 0 ends with the buffers of virtual rank 0, which it broadcasts.
         return virtual_rank_range(self.count, rank, ranks)[::-1]
 
     def set_step(self, step: int, seed: int | None) -> None:
-        """Goes on from this step, with generators seeded by it and `seed`; None leaves that."""
         self.step = step
         if seed is not None:
             self._seed = seed
 
     @contextmanager
     def run(self, index: int, owner: Averaging) -> Iterator[None]:
-        """Runs a virtual rank inside. An exception drops the step, and goes on."""
+        """A context for one virtual rank. An exception drops the step and propagates."""
         try:
             if sync_batch_norms(self._of().module):
                 raise RuntimeError(
@@ -129,14 +125,14 @@ class VirtualRanks(Extension):
             raise
 
     def run_all(self, function: Callable[[int], object], owner: Averaging) -> None:
-        """Calls a function for each virtual rank. An exception drops the step, and goes on."""
+        """Calls a function for each virtual rank. An exception drops the step and propagates."""
 
         def run(index: int) -> None:
             with self._virtual_rank(index, owner):
                 function(index)
 
         if self.inside is not None:
-            # Not below, which would drop that virtual rank's step.
+            # Outside of the `try`, which would drop that virtual rank's step.
             raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
         order = self.range()
         try:
@@ -159,7 +155,6 @@ class VirtualRanks(Extension):
 
     @contextmanager
     def _virtual_rank(self, index: int, owner: Averaging) -> Iterator[None]:
-        """Runs a virtual rank inside, under `no_sync` unless it is the last one."""
         self._enter(index)
         last = index == self.range()[-1]
         with seeded(self._seed, self.step, index), nullcontext() if last else owner.no_sync():
@@ -190,8 +185,7 @@ class VirtualRanks(Extension):
             # A layer may have been converted since the last step.
             self._check()
             self._due, self._ahead = list(order), list(order)
-            # Here and not only where there are several virtual ranks: a step that fails is
-            # repeated.
+            # Also with a single virtual rank, because a step that fails is repeated.
             before = {name: buffer.clone() for name, buffer in self._buffers().items()}
             self._before = before, self.step
         if self._ahead[:1] != [index]:
@@ -222,10 +216,10 @@ class VirtualRanks(Extension):
     # As an extension ----------------------------------------------------------------------------
 
     def may_launch(self) -> bool:
-        return not self.in_lock_step  # else other virtual ranks of this rank are in backward, too
+        return not self.in_lock_step  # in lock step other virtual ranks are in backward, too
 
     def on_launch(self, bucket: Bucket) -> None:
-        # Outside of this rank's last virtual rank gradients would be lost.
+        # Outside of the last virtual rank, gradients would be lost.
         if self._due != [self.inside]:
             raise RuntimeError(
                 DIFFERENT_LAYERS
@@ -239,7 +233,7 @@ class VirtualRanks(Extension):
         self._due, self.step = [], self.step + 1
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # In the last virtual rank a backward pass may step each bucket that has landed.
+        # `backward_and_step` steps buckets inside the last virtual rank.
         if self._due and self._due != [self.inside]:
             raise RuntimeError(
                 f"the optimizer steps before virtual ranks {self._due} of this rank have run"
@@ -248,7 +242,7 @@ class VirtualRanks(Extension):
             self._before = None
 
     def on_abort(self) -> None:
-        """Forgets the step, and puts the buffers back; also after its average."""
+        """Drops the step and restores the buffers, even after the average."""
         self.reduction.clear()
         self._take_gradients()
         self._put_back()
