@@ -60,8 +60,7 @@ def _forget_default_group() -> None:
 
 # `torch.distributed.nn.functional` keeps the group that is open at its import in default arguments
 # (torch.optim imports it in the first step). The group's gloo threads would then live until the end
-# of Python, which they sometimes abort. None also means the default group. A group may already be
-# open now.
+# of Python, which they sometimes abort. None also means the default group.
 _forget_default_group()
 
 
@@ -93,8 +92,7 @@ def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
 def store_beside(group: dist.ProcessGroup) -> dist.Store:
     """Returns a new part of the store that the group used for its rendezvous. Collective."""
     # Not `dist.new_group`, which all ranks of the job would have to call. Each rank counts its own
-    # calls, which gives the same number everywhere without a message: nccl would send one on the
-    # current GPU.
+    # calls, so the ranks agree without a message, for which nccl would use the current GPU.
     store = dist.distributed_c10d._get_process_group_store(group)
     call = store.add(f"beside/{group.rank()}", 1)
     return dist.PrefixStore(f"beside {call}", store)

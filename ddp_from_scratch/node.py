@@ -58,7 +58,6 @@ class ProcessGroupNode(CollectivesGroup):
 
     @property
     def gloo(self) -> dist.ProcessGroup:
-        """The gloo group of the same ranks."""
         group = None if self._gloo is None else self._gloo()
         if group is None:
             raise RuntimeError("the process group is closed")
@@ -118,7 +117,6 @@ def register() -> None:
 
 
 def _create(options: Any, unused: object) -> ProcessGroupNode:
-    """Makes the default group, or a group of `new_group` on its members."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return ProcessGroupNode.open(options.store, options.group_rank, ranks, options.timeout)
 

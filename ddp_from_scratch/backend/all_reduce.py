@@ -197,11 +197,9 @@ class AllReduce:
                 yield [part, *others], part
 
     def _divided(self, reduction: Reduction, wide: bool) -> tuple[Reduction, Reduction]:
-        """Returns the reductions on this machine and across machines; one divides an average.
-
-        The first divides where that is exact, and where it keeps a sum in 16 bits from overflow.
-        Otherwise the second divides, so a machine with one rank rounds nothing.
-        """
+        """Returns the reductions on this machine and across machines; one divides an average."""
+        # The first divides where that is exact, and where it keeps a sum in 16 bits from overflow.
+        # Otherwise the second divides, so a machine with one rank rounds nothing.
         first = reduction.divides_first if wide else self._stage.shares_memory
         if first or self._nodes.count == 1:
             return reduction, reduction.undivided

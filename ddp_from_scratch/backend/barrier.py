@@ -188,10 +188,8 @@ class CheckedBarrier:
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._number += 1
         parity = self.parity
-        # Publish.
         own = fingerprint_of(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
-        # Wait, exchange, compare.
         self._met_at = self._waits + 1
         self.wait()
         if self._nodes.count > 1:
@@ -272,7 +270,6 @@ class CheckedBarrier:
                 self.same_place = False
         if self.same_place:
             return
-        # Places may differ, operations must not.
         operations = [operation_in(other) for other in found]
         if operations.count(operations[self.rank]) < len(operations):
             here = list(zip(self._ranks, operations, strict=False))

@@ -143,8 +143,6 @@ def recorder_is_on() -> bool:
 
 
 class _OnItsWay(threading.local):
-    """This thread's call on its way through torch's group."""
-
     call: _Call | None = None
     came_back = False
     work: dist.Work | None = None

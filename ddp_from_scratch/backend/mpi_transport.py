@@ -19,8 +19,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import Placement
 
-# Open MPI's wheel warns about a missing UCX at each window, and then makes this choice anyway. It
-# reads the variable when it starts.
+# Before MPI starts: Open MPI's wheel warns about a missing UCX at each window without this.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 try:
@@ -128,9 +127,8 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
             handle, file = tempfile.mkstemp(prefix="ddp-")
             os.close(handle)
         file = broadcast_object(file)
-        # On Linux this path works without the file's name. The last rank that opens the file
-        # removes the name, so the job leaves nothing behind, however it ends. The descriptor stays
-        # open for the rendezvous of later groups.
+        # On Linux this path works without the file's name, so the last rank to open it removes the
+        # name, and the job leaves nothing behind. The descriptor stays open for later groups.
         own = f"/proc/self/fd/{os.open(file, os.O_RDWR)}"
         has_way = os.path.exists(own)
         private = dist.FileStore(own if has_way else file, placement.world_size)

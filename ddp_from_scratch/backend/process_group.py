@@ -47,7 +47,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     Attributes:
         checked_barrier: where the ranks meet before each operation.
-        backend: the name of the backend.
     """
 
     backend: ClassVar[str]
@@ -245,8 +244,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> None:
         """Gives each rank its share of a reduction; see `AllReduce.to_owners`. Collective.
 
-        Returns when this rank has its share. All ranks raise a CommunicationError if their labels
-        differ.
+        All ranks raise a CommunicationError if their labels differ.
         """
         reduction = Reduction.of(op, tensor.dtype, self.size())
         operation = Operation(
@@ -259,7 +257,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Lifetime ------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of later operations."""
         self._timeout = timeout
 
     def _submit(

@@ -72,8 +72,8 @@ class Semaphore:
 
     def sleep(self, deadline: float) -> bool:
         """Decrements the counter once it is above zero; True if it did. May return early."""
-        # The system call takes a wall-clock time. Someone may set the clock meanwhile, so deadlines
-        # are short. A signal also ends the call, so Ctrl-C works.
+        # The system call takes a wall-clock time, and the clock may be set, so deadlines are short.
+        # A signal also ends the call, so Ctrl-C works.
         seconds = time.time() + max(deadline - time.monotonic(), 0.0)
         until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         return int(_sleeping.sem_timedwait(self._address, ctypes.byref(until))) == 0
@@ -115,7 +115,6 @@ class DisseminationBarrier:
             for other in wakes:
                 other.post()
             for own in waits:
-                # `sleep` also ends when a check is due, or by a signal.
                 while not (own.spin() or own.sleep(next_check())):
                     check()
 
@@ -134,8 +133,7 @@ def rounds_of(size: int) -> list[list[int]]:
     return rounds
 
 
-# For tensors that outlive a call: one made in the caller's inference mode could not be written to
-# outside of it.
+# For tensors that outlive a call: outside of inference mode, nobody may write to one made in it.
 LASTING = torch.inference_mode(False)
 
 # Bytes, more than the barriers of a machine need. A group tries to map them before it makes its
@@ -180,8 +178,7 @@ class SharedMemory:
     @LASTING
     def take(self, rank: int) -> torch.Tensor:
         """Returns a rank's segment, which is in use while a tensor lies in it. Called once."""
-        # Only the tensor and its views own the array from now on, so the weak reference dies with
-        # the last of them.
+        # Only the tensor and its views own the array from now on.
         self._taken = weakref.ref(self._arrays[rank])
         taken, self.segments[rank] = self.segments[rank], torch.empty(0, dtype=torch.uint8)
         self._arrays.clear()

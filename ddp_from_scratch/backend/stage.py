@@ -48,7 +48,6 @@ class Stage:
         self._slot = 0
         # Cached, since making these views takes as long as reducing a small piece.
         self._views = lru_cache(maxsize=3 * _SLOTS)(self._make_views)
-        # The tensor that is in the stage.
         self._dense: torch.Tensor | None = None
         self._pieces: Sequence[torch.Tensor] = ()
 

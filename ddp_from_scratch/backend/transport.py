@@ -89,7 +89,6 @@ class ProcessWatch:
         return [self._index_of[descriptor] for descriptor, _ in poll.poll(0)]
 
     def close(self) -> None:
-        """Stops watching. Idempotent."""
         while self._index_of:
             os.close(self._index_of.popitem()[0])
 
@@ -203,9 +202,8 @@ class GlooTransport:
 
     @property
     def _gloo(self) -> dist.ProcessGroup:
-        # Opened at first use, which is the same call on all ranks. Not a cached_property, which has
-        # one lock for all groups up to Python 3.11: two groups that two ranks open in different
-        # orders would deadlock.
+        # Not a cached_property, which has one lock for all groups up to Python 3.11: two groups
+        # that two ranks open in different orders would deadlock.
         if self._opened is None:
             try:
                 self._opened = open_gloo(self.store, self.rank, self.size, self.timeout)

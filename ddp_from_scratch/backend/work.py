@@ -72,9 +72,7 @@ class NodeWork(dist.Work):
         self._future: torch.futures.Future[Result] = torch.futures.Future()
         # `repeat` returns the future on each call, faster than a method: every bucket calls it.
         self.get_future = repeat(self._future).__next__  # type: ignore[method-assign]
-        # Needs no lock, which a signal handler could not take: it is set once, after everything
-        # that a caller may then read.
-        self._ended = False
+        self._ended = False  # set last; a signal handler, which can take no lock, may read it
         self._under_way = threading.Lock()  # held until `_ended`; waiting threads sleep on it
         self._under_way.acquire()
 
@@ -141,11 +139,7 @@ Run = Callable[[], Result]
 
 
 class Worker:
-    """Runs a group's operations on one thread, one at a time, in the order of submission.
-
-    All ranks must run them in the same order. If none is queued, the submitting thread can run an
-    operation itself.
-    """
+    """Runs a group's operations one at a time, in the order of submission, equal on all ranks."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[NodeWork, Run] | None] = SimpleQueue()

@@ -79,10 +79,7 @@ def alone(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
 
 
 def torch_ddp(tapering: bool = False, **settings: Any) -> Prepare:
-    """Uses torch's `DistributedDataParallel` with these arguments, and torch's optimizer.
-
-    With `tapering`, buckets get smaller toward the end of backward, where nothing hides them.
-    """
+    """Uses torch's DDP; `tapering` makes buckets smaller near the end of backward."""
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
         caps: dict[str, Any] = {}
@@ -110,10 +107,7 @@ def torch_zero(model: nn.Module, group: Group, optimizers: Optimizers) -> Traini
 
 
 def reducer(timeline: bool = False, made: list[Reducer] | None = None, **settings: Any) -> Prepare:
-    """Uses a `Reducer` with these arguments, and torch's optimizer; `made` collects the Reducer.
-
-    With `timeline`, it records every step.
-    """
+    """Uses a Reducer, appended to `made`, and torch's optimizer; `timeline` records all steps."""
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
         # The constructor of torch's DDP does this.
@@ -243,7 +237,6 @@ def rows(
         wanted = not spec.rung if chosen is None else spec.name in chosen
         on = [*backends, *(["node"] if "gloo" in backends else [])] if wanted else []
         if spec.name.startswith(TORCH):
-            # Any choice of contenders includes torch's best setting.
             on = list(dict.fromkeys([reference, *on]))
         what, comma, variant = spec.name.replace("SGD", OPTIMIZERS[optimizer].name).partition(", ")
         found += [

@@ -42,10 +42,7 @@ def describe() -> dict[str, Any]:
 
 
 def uncommitted_changes() -> bool | None:
-    """True if tracked files other than results differ from the commit; None without a repository.
-
-    Earlier runs may have changed the results.
-    """
+    """True if tracked files, but for results, differ from the commit; None without a repository."""
     others = (":/", ":(top,exclude)benchmarks/results")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *others)
     return None if changed is None else bool(changed)

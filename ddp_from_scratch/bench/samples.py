@@ -70,7 +70,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class CpuUse:
-    """Measures CPU time of other processes on the ranks' processors. Collective."""
+    """Measures the CPU time of others on the ranks' processors, from its creation. Collective."""
 
     def __init__(self) -> None:
         everyone: list[set[int]] = [set() for _ in range(dist.get_world_size())]
@@ -81,9 +81,9 @@ class CpuUse:
         self._busy, self._own = _busy_seconds(self.processors), time.process_time()
 
     def others(self) -> float | None:
-        """Returns the share of the processors' time that other processes took. Collective.
+        """Returns other processes' share of the processors' time; None if unknown. Collective.
 
-        None if the system does not report it. The ranks must be on one machine.
+        The ranks must be on one machine.
         """
         own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
         dist.all_reduce(own)

@@ -68,7 +68,6 @@ def kind(name: str) -> str:
 
 
 def _is_reference(name: str) -> bool:
-    # torch's DDP on one of torch's own backends.
     what, _, group = name.partition(", ")[0].partition(" on ")
     return what == TORCH and group in ("", "gloo", "nccl")
 

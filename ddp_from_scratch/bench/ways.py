@@ -58,7 +58,6 @@ class Job:
 
     @classmethod
     def parse(cls, text: str) -> "Job":
-        """Reads what `dumps` wrote."""
         values: dict[str, Any] = json.loads(text)
         # JSON has no tuples.
         for name in ("backends", "chosen"):

@@ -187,7 +187,6 @@ WORKLOADS = {
         lambda: _torchvision().models.resnet50(num_classes=1000),
         lambda: _images(4, 64),
     ),
-    # Its tied embedding gets a gradient from two places.
     "transformer": Workload(
         "transformer, 39 MB, 2 x 64 tokens",
         lambda: Transformer(8192, 64, width=384, heads=6, depth=4),

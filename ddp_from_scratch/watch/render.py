@@ -251,7 +251,6 @@ def as_json(record: Record) -> Iterator[str]:
 
 
 def _events(record: Record) -> Iterator[dict[str, Any]]:
-    # Row 0 is the main thread, and each bucket has a row.
     rows = ["compute", *(f"bucket {n}" for n in range(max(len(s.layout) for s in record.steps)))]
     for rank in record.steps[0].ranks:
         names = [("process_name", 0, f"rank {rank.rank}")]
@@ -268,8 +267,7 @@ def _events(record: Record) -> Iterator[dict[str, Any]]:
                 event |= {"ts": round(ts, 3), "dur": round(dur, 3)}
                 event |= {"args": {"step": step.iteration, **arguments}}
                 yield event | ({"ph": "i", "s": "t"} if name.startswith("gradient of") else {})
-        # A gap between steps.
-        begin += step.length * 1.05
+        begin += step.length * 1.05  # with a gap
 
 
 def _spans(

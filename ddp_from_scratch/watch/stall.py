@@ -111,7 +111,6 @@ class StallWatch(Extension):
         before = published = None
         # When the step reached `before`, and the step of the last report.
         since, reported = 0.0, -1
-        # The event ends the wait once the Reducer is gone.
         while not self._stop.wait(self._after / _WAKES) and dist.is_initialized():
             now = self._look()
             if now is None:
@@ -131,8 +130,7 @@ class StallWatch(Extension):
                     if store.add(f"report {now.step}", 1) == 1:
                         print(self._report(now, waited, store), file=sys.stderr, flush=True)
             except (RuntimeError, ValueError):
-                # The group has been destroyed.
-                return
+                return  # the group has been destroyed
 
     def _look(self) -> Progress | None:
         progress = self._progress()
