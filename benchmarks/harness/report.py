@@ -72,8 +72,8 @@ class Bar:
         quartiles: low, middle, high. The bar ends at the middle.
         kind: "reference", "torch" or "ours", which chooses its colour.
         label: written at its end.
-        limit: the least value that it could have, marked across it.
-        apart: leaves space before it, where a group begins.
+        limit: the least possible value, marked across the bar.
+        apart: True if a group begins here, which leaves space before the bar.
     """
 
     name: str
@@ -93,7 +93,7 @@ def draw_bars(
     limit: str = "",
     folder: Path | None = None,
 ) -> None:
-    """A picture with a panel for each entry of `panels`, and in it a bar for each contender.
+    """Draws a picture with a panel per entry of `panels`, and a bar per contender.
 
     Args:
         name: of the file.
@@ -117,7 +117,6 @@ def draw_bars(
         _draw_panel(plot, panel, bars)
     plots.flat[-1].set_xlabel(label)
     figure.suptitle(title, x=0.01, ha="left")
-    # The three colours, once for all panels.
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     marks = [pyplot.Line2D([], [], **_LIMIT)] if limit else []
     names = [*_LEGEND, limit] if limit else _LEGEND
@@ -131,7 +130,6 @@ def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
         [bar.quartiles[1] - bar.quartiles[0] for bar in bars],
         [bar.quartiles[2] - bar.quartiles[1] for bar in bars],
     ]
-    # A group begins half a bar lower.
     places = [place + sum(bar.apart for bar in bars[: place + 1]) / 2 for place in range(len(bars))]
     colours = [COLOURS[bar.kind] for bar in bars]
     plot.barh(places, middles, xerr=errors, color=colours, error_kw={"linewidth": 0.8})
