@@ -150,7 +150,7 @@ class AllReduce:
     def _reduce_staged(
         self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None
     ) -> None:
-        # `prepare` fills no stage that is new, nor for a tensor in a window, as some ranks' may be.
+        # `prepare` has not filled a new stage, nor one for a tensor in a window on this rank.
         if not self._stage.is_filled or not self._barrier.same_place:
             self._stage.fill(tensor)
             self._barrier.wait()

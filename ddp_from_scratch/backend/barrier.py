@@ -56,7 +56,7 @@ class BarrierMemory:
     Attributes:
         addresses: of the semaphores.
         arrived: the number of waits that the rank has reached.
-        passed: the number of waits that the rank has left; no rank depends on it in these.
+        passed: the number of waits that the rank has left; others need nothing more of it there.
         left: 1 once the rank has left the group, so others stop waiting for it at once.
         lost: 1 once others have given up on the rank.
         gave_up: (*) the number of a meeting that some rank gave up; no rank may continue after it.
@@ -209,12 +209,12 @@ class CheckedBarrier:
         self._check_given_up()
 
     def break_off(self, error: BaseException) -> None:
-        """Gives up the group after an error inside an operation, which now cannot end elsewhere."""
+        """Gives up the group after an error in an operation, which other ranks cannot finish."""
         if self._failure is None:
             self._give_up(f"a call was left with {error!r}")
 
     def fail(self, text: str) -> CommunicationError:
-        """Returns the error to raise. All ranks fail, and each later `meet` raises it again."""
+        """Returns the error to raise where all ranks fail; each later `meet` raises it again."""
         self._failure = CommunicationError(text)
         return self._failure
 
