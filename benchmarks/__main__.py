@@ -6,10 +6,10 @@ Examples:
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
 
-two_hosts needs root, `ip` and `tc`; it is left out elsewhere, and with --quick. breakdown,
+two_hosts needs root, `ip` and `tc`; it does not run without these, nor with --quick. breakdown,
 allreduce, wait_cost and scaling run with --full only.
 
-benchmarks/README.md explains what each measures and how to read it. Nothing else should run
+benchmarks/README.md explains what each benchmark measures and how to read it. Run nothing else
 meanwhile.
 
 Exit code: 0, or that of the first benchmark that failed (the rest still run); 130 after Ctrl-C, 143
@@ -41,27 +41,23 @@ from ddp_from_scratch.bench.ways import default_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 STOPPED = (130, 143)
-_PATIENCE_S = 15.0  # with a benchmark after Ctrl-C
+_PATIENCE_S = 15.0  # for a benchmark to end after Ctrl-C
 
 
 def no_obstacle() -> str | None:
-    """None: this benchmark runs everywhere."""
     return None
 
 
 def needs_mpirun() -> str | None:
-    """The reason that a benchmark on mpi cannot run here, or None."""
     found = shutil.which("mpirun") or (Path(sys.executable).parent / "mpirun").exists()
     return None if found else "there is no mpirun"
 
 
 def needs_two_ranks() -> str | None:
-    """The reason that two ranks cannot run here, or None."""
     return "there is one GPU" if default_ranks() < 2 else None
 
 
 def needs_two_hosts() -> str | None:
-    """The reason that this machine cannot imitate two hosts and a wire between them, or None."""
     return needs_mpirun() or network.missing("tc", "unshare")
 
 
@@ -74,7 +70,7 @@ class Benchmark:
         arguments: without an option; None leaves it out.
         quick: with --quick.
         full: with --full.
-        obstacle: returns the reason that it cannot run here, or None.
+        obstacle: returns the reason why it cannot run here, or None.
     """
 
     name: str
@@ -86,9 +82,9 @@ class Benchmark:
 
 _ALL_MODELS = ("mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500")
 _GPU_MODELS = ("gpt2",) if torch.cuda.is_available() else ()
-# The most different ones: much to send, more to compute, many layers, many small ones.
+# The most different ones: much communication, more computation, many layers, many small layers.
 _MODELS = ("mlp64", "resnet18", "transformer", "layers500", *_GPU_MODELS)
-# Without settings that are rarely the fastest: alone, each takes seconds to start.
+# Without settings that are rarely the fastest, since each takes seconds to start alone.
 _OURS = ("Reducer, views", "ddp.SGD", "ddp.SGD, fuse_wgrad", "NodeSharedSGD")
 _FEW = ("--contender", "torch DDP, views", *_OURS, "NodeSharedSGD, fuse_wgrad")
 _ADAMW = (NO_COMMUNICATION, *_FEW[1:2], f"{TORCH}, ZeroRedundancyOptimizer", "NodeSharedSGD")
@@ -96,7 +92,7 @@ _WAYS = ("--way", "interleaved", "kept", "alone")
 _QUICK = ("--seconds", "3")
 _FULL = ("--seconds", "60")
 
-# A rank on each host: two on each are more than the cores of a small machine can do.
+# One rank on each host, since two on each would overload a small machine.
 _TWO_HOSTS = ("--backend", "gloo", "--ranks", "2")
 
 SET = [
@@ -160,7 +156,7 @@ def main() -> int:
         code = run([sys.executable, *command])
         took = f"{time.monotonic() - own_began:.0f} s"
         lines.append(f"{'done' if code == 0 else f'FAILED with exit code {code}'}, {took}: {label}")
-        # The set goes on: the other benchmarks' numbers are worth having.
+        # The other benchmarks still run.
         first_failure = first_failure or code
         if code in STOPPED:
             break
@@ -169,7 +165,6 @@ def main() -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
     names = list(dict.fromkeys(benchmark.name for benchmark in SET))
     parser = make_parser("benchmarks", __doc__)
     parser.add_argument(
@@ -187,21 +182,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run(command: list[str]) -> int:
-    """The exit code of a benchmark, which shares this terminal.
+    """Runs a benchmark on this terminal and returns its exit code.
 
-    Where this process is stopped, the benchmark has ended, too.
+    If this process is stopped, the benchmark ends first.
     """
     child = subprocess.Popen(command)
     try:
         code = child.wait()
     except KeyboardInterrupt:
-        # Ctrl-C has reached it as well: a second signal would come in between as it tidies up.
+        # Ctrl-C has reached the child as well; a second signal would interrupt its cleanup.
         with suppress(subprocess.TimeoutExpired):
             child.wait(_PATIENCE_S)
         raise
     finally:
         if child.poll() is None:
-            # Not killed: it has ranks to end, and maybe hosts to remove.
+            # Not `kill`: the child must end its ranks, and maybe remove hosts.
             child.terminate()
             child.wait()
     return 128 - code if code < 0 else code  # as a shell counts signals
@@ -217,7 +212,7 @@ def report(lines: list[str], results: Path, began: float) -> None:
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    """Unwinds on SIGTERM: `run` then ends the benchmark, and with it its ranks."""
+    """Unwinds on SIGTERM, so `run` ends the benchmark and its ranks."""
     raise SystemExit(128 + number)
 
 

@@ -53,7 +53,7 @@ COPY = "memory copy"
 PLAIN = "mpi4py"
 ALONE = "mpi, alone"
 ALL_REDUCE = "all_reduce"
-# Bus bandwidth as a multiple of bytes / time, by the number of ranks.
+# By collective, bus bandwidth as a multiple of bytes / time.
 FACTORS: dict[str, Callable[[int], float]] = {
     ALL_REDUCE: lambda ranks: 2 * (ranks - 1) / ranks,
     "all_gather": lambda ranks: (ranks - 1) / ranks,
@@ -66,12 +66,7 @@ FACTORS: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to call a collective.
-
-    Attributes:
-        call: timed.
-        before, after: not timed.
-    """
+    """A way to call a collective. `before` and `after` are not timed."""
 
     call: Callable[[], Any]
     before: Callable[[], Any] = lambda: None
@@ -118,7 +113,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: times every dtype and size and, on rank 0, prints, writes and draws."""
+    """Times every dtype and size on this rank. Rank 0 prints, writes and draws."""
     torch.set_num_threads(1)  # a rank has one core, as in training
     backend = "mpi" if environment.launcher() == "mpirun" else "nccl"
     with process_group(backend) as world:
@@ -140,7 +135,7 @@ def measure(options: argparse.Namespace) -> None:
                     compared = contenders_on_gpu(tensor)
                 if rival is not None and collective == ALL_REDUCE:
                     compared |= contender_of(rival, tensor)
-                # Small calls are noisy and cheap: more rounds for them, many in a row.
+                # Small calls are noisy and cheap, so they get more rounds, with many calls each.
                 rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
                 calls = max(1, min(50, 2**20 // nbytes))
                 times[nbytes] = take_turns(compared, max(rounds, 3), calls, world.device)
@@ -150,19 +145,19 @@ def measure(options: argparse.Namespace) -> None:
 
 @cache
 def gloo() -> dist.ProcessGroup:
-    """A group of all ranks, once for all sizes: it costs a thread and connections."""
+    """Makes a gloo group of all ranks, only once, since it costs a thread and connections."""
     return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
 
 @cache
 def alone() -> dist.ProcessGroup:
-    """A group of this rank."""
+    """Makes a group of this rank alone."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return cast(dist.ProcessGroup, groups[dist.get_rank()])
 
 
 def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
-    """Every way to all-reduce a tensor, and the copy."""
+    """Returns every way to all-reduce a tensor, and the copy."""
     from ddp_from_scratch import mpi
     from ddp_from_scratch.backend.mpi_transport import MPI
 
@@ -175,13 +170,13 @@ def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
         "mpi": Contender(lambda: dist.all_reduce(tensor)),
         "mpi, async": Contender(lambda: dist.all_reduce(tensor, async_op=True).wait()),
         "mpi, window": Contender(lambda: dist.all_reduce(window)),
-        # A group of one meets nobody: what is left is torch's and this library's Python.
+        # A group of one meets no other rank, so this times torch's and this library's Python.
         ALONE: Contender(lambda: dist.all_reduce(tensor, group=of_one)),
         COPY: Contender(lambda: other.copy_(tensor)),
     }
     if dtype.itemsize > 2:  # MPI itself has no 16-bit floats
         flat, world = tensor.numpy(), MPI.COMM_WORLD
-        # Pieces that stay in the cache, as in this library's own all-reduce.
+        # Pieces stay in the cache, as in this library's own all-reduce.
         pieces = np.array_split(flat, max(1, nbytes // 2**20))
 
         def plain() -> None:
@@ -205,13 +200,13 @@ def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
 
 
 def contender_of(rival: deepspeed.SharedMemory, tensor: torch.Tensor) -> dict[str, Contender]:
-    """DeepSpeed's all-reduce; empty where it has none of this dtype."""
+    """Returns DeepSpeed's all-reduce; empty if it does not sum this dtype."""
     call = Contender(lambda: rival.all_reduce(tensor))
     return {deepspeed.NAME: call} if rival.has(tensor.dtype) else {}
 
 
 def other_contenders(collective: str, backend: str, tensor: torch.Tensor) -> dict[str, Contender]:
-    """Another collective of the tensor, of which every rank has a part, and the copy."""
+    """Returns the ways to call another collective, with a part per rank, and the copy."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     whole = tensor[: tensor.numel() // ranks * ranks]  # equal parts
     other, part = whole.clone(), whole.tensor_split(ranks)[rank].clone()
@@ -254,10 +249,9 @@ def contenders_on_gpu(tensor: torch.Tensor) -> dict[str, Contender]:
 
 
 def set_thresholds(nbytes: int) -> None:
-    """Sets the bytes from which on glibc gives freed memory back to the system.
+    """Makes glibc return freed memory to the system only from `nbytes` on.
 
-    Open MPI's ring allocates a buffer on every call, and the system would fill its pages with zeros
-    each time.
+    Open MPI's ring allocates a buffer in every call, whose pages the system would zero each time.
     """
     libc = ctypes.CDLL(None)
     m_trim_threshold, m_mmap_threshold = -1, -3
@@ -268,13 +262,13 @@ def set_thresholds(nbytes: int) -> None:
 def take_turns(
     contenders: dict[str, Contender], rounds: int, calls: int, device: torch.device
 ) -> dict[str, list[float]]:
-    """Seconds of a call in every round, of the slowest rank.
+    """Returns the seconds of a call on the slowest rank, by contender and round.
 
-    A round is `calls` calls of each contender, one after another: the time of a single one of a few
-    microseconds depends on the call before it. Three rounds before the first do not count.
+    A round is `calls` consecutive calls of each contender, since the time of a single call of a few
+    microseconds depends on the call before. Three rounds before the first are not counted.
     """
-    # Interleaved as steps are: whatever slows the machine for a while slows all alike.
-    order = np.random.default_rng(0)  # the same on every rank, or they would deadlock
+    # Contenders take turns, so a disturbance of the machine slows all alike.
+    order = np.random.default_rng(0)  # the same on every rank, since calls are collective
     ways = list(contenders.values())
     times = torch.zeros(len(ways), rounds + 3, dtype=torch.float64, device=device)
     for turn in range(rounds + 3):
@@ -290,7 +284,7 @@ def take_turns(
                 torch.cuda.synchronize(device)
             times[index, turn] = (time.perf_counter() - began) / calls
             ways[index].after()
-    dist.all_reduce(times, dist.ReduceOp.MAX)  # an all-reduce has ended when it has on all ranks
+    dist.all_reduce(times, dist.ReduceOp.MAX)  # a collective ends when it has ended on all ranks
     return dict(zip(contenders, times[:, 3:].tolist(), strict=True))
 
 
@@ -302,7 +296,7 @@ def report(
     times: dict[int, dict[str, list[float]]],
     folder: Path,
 ) -> None:
-    """Prints the medians, writes all samples, draws bus bandwidth by size."""
+    """Prints the medians, writes all samples, and draws bus bandwidth by size."""
     names = list(next(iter(times.values())))
     rows = []
     for nbytes, of_size in times.items():
@@ -331,11 +325,11 @@ def report(
 def bus_bandwidth(
     collective: str, name: str, ranks: int, nbytes: int, seconds: Sequence[float]
 ) -> float | None:
-    """GB/s, of the median; None for a group of one rank, which has no bus."""
+    """Returns GB/s for the median time; None for a group of one rank, which has no bus."""
     if name == ALONE:
         return None
-    # The bytes that a ring sends for each element, so that it compares over numbers of ranks. A
-    # copy reads and writes each once: the memory's own speed.
+    # The factor makes numbers of ranks comparable, by the bytes that a ring sends per element. A
+    # copy has the memory's own speed.
     factor = 1.0 if name == COPY else FACTORS[collective](ranks)
     return factor * nbytes / float(np.median(seconds)) / 1e9
 

@@ -66,7 +66,7 @@ from ddp_from_scratch.options.views import ViewBucket
 
 MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=10.0, full=30.0)
-# The floor, and torch's DDP at its best.
+# The lower bound, and torch's DDP at its best.
 ALWAYS = (NO_COMMUNICATION, REFERENCES[1])
 DEFAULT_CONTENDERS = (
     "Reducer, views",
@@ -82,10 +82,10 @@ OTHERS = "others"
 class StepClock:
     """Divides the time of the main thread among the parts of a step.
 
-    A part that begins within another takes over until it ends.
+    A nested part suspends the outer one.
 
     Attributes:
-        steps: by contender a dict for each step so far: seconds by part.
+        steps: by contender and step, the seconds of each part.
     """
 
     steps: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
@@ -96,8 +96,8 @@ class StepClock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Inside, and on the thread that made the clock, time belongs to this part."""
-        # Parts of other threads overlap with the main one's: they are in "others".
+        """Counts the time inside the context for this part, on the thread that made the clock."""
+        # The time of other threads is in "others", since it overlaps with the main thread's.
         if threading.get_ident() != self._thread:
             yield
             return
@@ -116,7 +116,7 @@ class StepClock:
         self._since = now
 
     def timed(self, contender: Contender) -> Contender:
-        """The contender with its step in parts; time that is in no other is "forward"."""
+        """Returns the contender with a timed step; time in no other part is "forward"."""
 
         def step() -> None:
             self._step = defaultdict(float)
@@ -124,10 +124,9 @@ class StepClock:
             of_all, own = time.process_time(), time.thread_time()
             with self.part("forward"):
                 contender.step()
-            # What the process computed beyond this thread: on saturated cores it lengthens the
-            # step, though no part of the main thread shows it.
+            # On saturated cores, other threads lengthen the step, which no part shows.
             own_took = time.thread_time() - own
-            # CPU clocks tick coarsely: the difference may fall just below 0.
+            # CPU clocks are coarse, so the difference may be just below 0.
             self._step[OTHERS] = max(time.process_time() - of_all - own_took, 0.0)
             self._step = defaultdict(float)  # time between steps belongs to none
 
@@ -135,7 +134,7 @@ class StepClock:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, these calls are parts of their own, in every contender."""
+        """Makes these calls separate parts in every contender, inside the context."""
         watched: list[tuple[Any, str, str]] = [
             (torch.Tensor, "backward", "backward"),
             (torch.optim.SGD, "step", "optimizer"),
@@ -146,7 +145,7 @@ class StepClock:
             (Bucket, "unpack", "packing"),
             (Bucket, "wait", "waiting"),
             (Reduction, "fold", "averaging"),
-            # NodeSharedSGD, which alone calls these, meets the other ranks there.
+            # Only NodeSharedSGD calls these, which wait for other ranks.
             (SharedMemoryGroup, "reduce_to_owners", "waiting"),
             (SharedMemoryGroup, "free_unused", "waiting"),
         ]
@@ -202,15 +201,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace, backend: str) -> list[ContenderSpec]:
-    """Contenders that run in a job of this backend, references among them."""
     names = {*ALWAYS, *options.contender}
     return [s for s in CONTENDERS if s.name in names and backend in s.backends]
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: times every model and, on rank 0, prints, writes and draws."""
+    """Times every model on this rank. Rank 0 prints, writes and draws."""
     backend = backend_of_job(options)
-    # One thread a rank: more would take the other ranks' cores.
+    # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         for model in options.model:
@@ -238,7 +236,7 @@ def measure(options: argparse.Namespace) -> None:
                 }
                 heading = f"where a step's time goes: {title}"
                 draw_parts(name, heading, "ms of the main thread", bars, folder=options.results)
-            # Before the next model's are made: hooks make cycles of model and Reducer.
+            # Frees the model before the next one, since hooks make cycles of model and Reducer.
             compared.clear()
             gc.collect()
 
@@ -249,7 +247,7 @@ Parts = dict[str, list[float]]
 def take_apart(
     compared: Sequence[Contender], rounds: Iterator[int], device: torch.device
 ) -> tuple[list[Samples], list[Parts]]:
-    """`interleave`, and the time of every part in each round: ms, the mean over ranks."""
+    """Interleaves; also returns the ms of every part by round, as means over ranks."""
     clock = StepClock()
     with clock.watching():
         samples = interleave([clock.timed(contender) for contender in compared], rounds, device)
@@ -265,7 +263,6 @@ def take_apart(
 
 
 def table(samples: Sequence[Samples], parts: Sequence[Parts]) -> str:
-    """The step, and the median of each part."""
     rows = [
         [s.name, f"{s.quartiles[1]:.1f}", *(f"{np.median(p[n]):.1f}" for n in (*PARTS, OTHERS))]
         for s, p in zip(samples, parts, strict=True)

@@ -28,7 +28,7 @@ from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-# In order of preference: a step without communication depends on nothing that is compared.
+# By preference: a step without communication does not depend on what is compared.
 REFERENCES = ("no communication", "torch DDP on gloo, views", "torch DDP on nccl, views")
 _DRAWS = 10_000
 
@@ -39,8 +39,8 @@ class Results:
 
     Attributes:
         settings: of the measurement.
-        machine: that it ran on.
-        milliseconds: by contender; the same rounds for all.
+        machine: on which it ran.
+        milliseconds: by contender; all have the same rounds.
     """
 
     settings: Mapping[str, Any]
@@ -48,7 +48,7 @@ class Results:
     milliseconds: Mapping[str, np.ndarray]
 
     def ratios(self, name: str, reference: str) -> np.ndarray:
-        """Of a contender to the reference, round by round."""
+        """Returns a contender's ratios to the reference, by round."""
         ratios: np.ndarray = self.milliseconds[name] / self.milliseconds[reference]
         return ratios
 
@@ -97,10 +97,10 @@ def main() -> int:
 
 
 def read(path: Path) -> Results:
-    """A file that a benchmark has written.
+    """Reads a file that a benchmark wrote.
 
     Raises:
-        UsageError: it cannot be read, is none, or holds no contenders timed in the same rounds.
+        UsageError: it is unreadable, not a result, or has no contenders timed in the same rounds.
     """
     try:
         content = json.loads(path.read_text())
@@ -124,10 +124,10 @@ def read(path: Path) -> Results:
 
 
 def common_reference(old: Results, new: Results, wanted: str | None) -> str:
-    """The contender to which ratios are taken in both files.
+    """Returns the reference of the ratios in both files.
 
     Raises:
-        UsageError: the files are of different benchmarks, or it is not in both.
+        UsageError: the files are of different benchmarks, or the reference is not in both.
     """
     if old.settings != new.settings:
         keys = sorted(old.settings.keys() | new.settings.keys())
@@ -142,20 +142,20 @@ def common_reference(old: Results, new: Results, wanted: str | None) -> str:
 
 
 def compare(old: Results, new: Results, reference: str, at_least: float = 0.03) -> list[Change]:
-    """The change of every contender that is in both files, in the new one's order."""
+    """Returns the change of every contender in both files, in the new file's order."""
     names = [n for n in new.milliseconds if n in old.milliseconds and n != reference]
     chance = 0.05 / max(1, len(names))  # of one contender (Bonferroni), so 5 % of any
     changes = []
     for name in names:
         random = np.random.default_rng(0)  # the same files give the same verdict
         before, after = old.ratios(name, reference), new.ratios(name, reference)
-        # Drawn apart: rounds of two files do not belong together, as they do within one.
+        # Drawn separately, since two files share no rounds.
         drawn = _medians(after, random) / _medians(before, random)
         low, high = np.quantile(drawn, [chance / 2, 1 - chance / 2])
         was, is_now = float(np.median(before)), float(np.median(after))
         verdict = ""
-        # Beyond the noise and large enough, both: two runs of one program differ by more than the
-        # noise within each.
+        # A change must exceed the noise and be large enough: two runs of one program differ by more
+        # than the noise within each.
         if low > 1 and is_now / was > 1 + at_least:
             verdict = "slower"
         elif high < 1 and was / is_now > 1 + at_least:
@@ -165,7 +165,7 @@ def compare(old: Results, new: Results, reference: str, at_least: float = 0.03) 
 
 
 def _medians(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Medians of samples drawn from these with replacement."""
+    """Returns the medians of samples drawn from `values` with replacement."""
     drawn: np.ndarray = np.median(random.choice(values, (_DRAWS, len(values))), axis=1)
     return drawn
 

@@ -69,11 +69,11 @@ RANKS = [2**k for k in range(3, 13)]
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step over so many ranks; seconds.
+    """A predicted step; times are in seconds.
 
     Attributes:
-        ranks: their number.
-        compute: of the step alone.
+        ranks: the number of ranks.
+        compute: the step without communication.
         all_reduce: by algorithm.
     """
 
@@ -82,11 +82,11 @@ class Prediction:
     all_reduce: dict[str, float]
 
     def efficiency(self, algorithm: str, hidden: bool) -> float:
-        """The step alone as a share of the whole, with all or none of the communication hidden.
+        """Returns the share of the step that computes.
 
-        At best the communication beside backward is hidden, two thirds of the computation.
+        `hidden` hides as much communication as fits into backward, two thirds of the computation.
         """
-        # Backward does four of a step's six operations: no more than its time can hide anything.
+        # Backward does four of a step's six operations.
         travel = self.all_reduce[algorithm]
         if hidden:
             travel = max(0.0, travel - 2 / 3 * self.compute)
@@ -97,7 +97,7 @@ def predict(
     compute: float, nbytes: float, within: Link, across: Link, per_host: int,
     ranks: Sequence[int] = RANKS,
 ) -> list[Prediction]:  # fmt: skip
-    """All-reduces of `nbytes` by flat algorithms, over `across` throughout, and by hierarchy.
+    """Predicts all-reduces of `nbytes` by flat algorithms, all over `across`, and by hierarchy.
 
     A flat algorithm is as slow as its slowest message, which crosses between hosts.
     """
@@ -154,7 +154,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def read(backend: str, folder: Path) -> list[Measured]:
-    """Measurements of scaling.py on a backend in this folder, by ranks."""
+    """Reads the measurements of scaling.py on a backend from this folder, by ranks."""
     runs = []
     for path in folder.glob(f"scaling-{backend}-*.json"):
         runs.append(measured(json.loads(path.read_text())["samples"]))
@@ -162,7 +162,7 @@ def read(backend: str, folder: Path) -> list[Measured]:
 
 
 def measured(samples: Mapping[str, Any]) -> Measured:
-    """Medians of one run's samples, in seconds."""
+    """Returns the medians of one run's samples, in seconds."""
     steps: dict[str, dict[Shape, float]] = {"alone": {}, "averaged": {}}
     for case in samples["cases"]:
         shape = Shape(case["layers"], case["width"], case["batch"])
@@ -189,7 +189,7 @@ def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) 
 
 
 def model_table(models: Mapping[str, Model]) -> str:
-    """The fitted coefficients of each backend."""
+    """Tables the fitted coefficients of each backend."""
     rows = [
         [
             backend,
@@ -207,7 +207,7 @@ def model_table(models: Mapping[str, Model]) -> str:
 
 
 def error_table(models: Mapping[str, Model]) -> str:
-    """Errors of each backend's model on measurements that were held out."""
+    """Tables the errors of each backend's model on held-out measurements."""
     rows = [
         [f"{backend}: {group}", str(errors)]
         for backend, model in models.items()
@@ -217,8 +217,8 @@ def error_table(models: Mapping[str, Model]) -> str:
 
 
 def report_predictions(models: Mapping[str, Model], options: argparse.Namespace) -> None:
-    """Predicts; prints, writes and draws that."""
-    # Between hosts as gloo, whose bytes go through sockets here, too.
+    """Predicts, and prints, writes and draws the predictions."""
+    # Hosts use gloo's costs, whose bytes go through sockets on this machine, too.
     base = models.get("gloo") or next(iter(models.values()))
     inside = "mpi" if "mpi" in models else "gloo"
     within = models[inside].link
@@ -254,7 +254,7 @@ def report_predictions(models: Mapping[str, Model], options: argparse.Namespace)
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
-    """All-reduces by algorithm, and weak scaling's efficiency with two of them."""
+    """Tables all-reduces by algorithm, and the efficiency of weak scaling with two of them."""
     names = list(predictions[0].all_reduce)
     rows = []
     for p in predictions:

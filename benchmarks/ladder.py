@@ -4,7 +4,7 @@ Examples:
     python -m benchmarks.ladder                        gloo, ResNet-18, two processes
     python -m benchmarks.ladder --model transformer --nproc 4
 
-Each rung adds one idea to the one before:
+Each rung adds one idea to the last one:
 
     naive           one all-reduce for each gradient, after backward
     flat            all gradients in one buffer, one all-reduce
@@ -13,9 +13,9 @@ Each rung adds one idea to the one before:
     shared memory   the same in memory that the ranks of a machine share, without messages
 
 For each rung, draws rank 0's part of the median step: what its main thread does, and when gradients
-are on their way. "exposed" is the time in which it only waits for them. All rungs use
-`gradient_as_bucket_view=True` and fused SGD. Rungs run one after another: to compare the times of
-steps use benchmarks.step_time, where contenders take turns.
+are in flight. "exposed" is the time in which the thread only waits for them. All rungs use
+`gradient_as_bucket_view=True` and fused SGD. Rungs run one after another; to compare the times of
+steps, use benchmarks.step_time, where contenders take turns.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.ladder", __doc__)
-    # The rungs without shared memory are gloo's alone.
+    # Only gloo has rungs without shared memory.
     add_common_options(parser, ["resnet18"], ["gloo"])
     parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--steps", type=int, default=25, help="steps of a rung (default: 25)")
@@ -82,7 +82,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: records every rung and, on rank 0, prints, writes and draws."""
+    """Records every rung on this rank. Rank 0 prints, writes and draws."""
     backend_of_job(options)
     torch.set_num_threads(1)
     with process_group("gloo") as world:
@@ -101,13 +101,13 @@ def measure(options: argparse.Namespace) -> None:
 def typical_step(
     workload: Workload, device: torch.device, settings: Mapping[str, Any], count: int
 ) -> StepTimes:
-    """The step of median length of a Reducer with these settings. Collective."""
+    """Returns the step of median length of a Reducer with these settings. Collective."""
     made: list[Reducer] = []
     spec = ContenderSpec("", reducer(made=made, gradient_as_bucket_view=True, **settings))
     (contender,) = contenders(workload, device, [spec], keep_start=False)
     timeline = Timeline(made[0], None, steps=count)
     for _ in range(SKIP + count + 1):
-        dist.barrier()  # a step begins on all ranks at once
+        dist.barrier()  # all ranks begin a step together
         contender.step()
     timeline.close()
     made[0].remove()
@@ -117,7 +117,7 @@ def typical_step(
 
 
 def rows_of(step: StepTimes) -> dict[str, Spans]:
-    """Rank 0's part of a step, all its buckets in one row."""
+    """Returns rank 0's part of a step, with all its buckets in one row."""
     rank = step.ranks[0]
     ways = [span for bucket in rank.buckets for span in sent(bucket)]
     return {"main thread": computed(rank), "gradients": ways}
@@ -126,7 +126,6 @@ def rows_of(step: StepTimes) -> dict[str, Spans]:
 def report(
     options: argparse.Namespace, model: str, title: str, steps: Mapping[str, StepTimes]
 ) -> None:
-    """Prints, writes and draws the steps of all rungs."""
     longest = max(step.length for step in steps.values())
     print(f"\n{title}: rank 0's part of a step, {longest:.0f} ms wide")
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ

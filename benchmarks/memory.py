@@ -6,16 +6,16 @@ Examples:
     python -m benchmarks.memory --model mlp --optimizer adamw    beside ZeroRedundancyOptimizer, too
     python -m benchmarks.memory --quick           the MLP on gloo, three contenders
 
-Every contender has processes of its own: it would use memory that another one has freed. They take
-six steps while a thread reads /proc/self/smaps_rollup every 5 ms:
+Every contender has its own processes, since it would reuse memory that another one has freed. They
+take six steps while a thread reads /proc/self/smaps_rollup every 5 ms:
 
     rank    Private_Dirty: memory of this process alone, without files that it only reads
-    node    the sum over ranks of Pss_Anon and Pss_Shmem: shared memory counts once
+    node    the sum over ranks of Pss_Anon and Pss_Shmem, which counts shared memory once
 
-Both less what they were before the model was made: Python, torch and MPI are the same for all. The
-peak is that of the whole run (buckets are laid out anew in the first steps), "steady" that of the
-last three steps. With SGD parameters, gradients and momentum are 3 times the parameters at least,
-which "x" counts. With nccl it is torch's count of GPU memory.
+Both are increases since before the model was made, since Python, torch and MPI are the same for
+all. The peak is over the whole run, whose first steps rebuild the buckets; "steady" is over the
+last three steps. "x" counts multiples of the parameters; with SGD, parameters, gradients and
+momentum take at least 3. With nccl, the numbers are torch's count of GPU memory.
 """
 
 import argparse
@@ -54,9 +54,9 @@ from ddp_from_scratch.launch.rank_process import run_to_exit
 
 MODELS = ("mlp", "resnet18")
 QUICK = (NO_COMMUNICATION, REFERENCES[1], "Reducer, views")
-# Buckets are laid out anew in the first steps, which belong to the peak alone.
+# The first steps rebuild the buckets, so they count only for the peak.
 STEPS, STEADY = 6, 3
-# Short beside a step, so that peaks within backward are seen.
+# Much shorter than a step, to see peaks within backward.
 _INTERVAL_S = 0.005
 
 ROLLUP = Path("/proc/self/smaps_rollup")
@@ -64,11 +64,11 @@ ROLLUP = Path("/proc/self/smaps_rollup")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one process at one time, or more than at another.
+    """Bytes of one process at one time, or a difference of two times.
 
     Attributes:
         private: of this process alone.
-        node: with its part of what it shares with others.
+        node: including its part of shared memory.
     """
 
     private: int
@@ -144,7 +144,6 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
         for name in tqdm(chosen, title, disable=not on_terminal(), leave=False):
             into = Path(folder) / "part"
-            # In processes of its own: a contender would use memory that the one before has freed.
             code = start(
                 "benchmarks.memory",
                 backend,
@@ -184,17 +183,17 @@ def _bar(sample: dict[str, Any], memory: str) -> Bar:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: trains with one contender; rank 0 writes the memory of all ranks."""
+    """Trains with one contender on this rank. Rank 0 writes the memory of all ranks."""
     (backend,), (model,), (name,) = options.backend, options.model, options.contender
     torch.set_num_threads(1)
     with process_group(backend) as world:
-        dist.barrier()  # now, and not in a phase: the backend allocates at its first use
+        dist.barrier()  # the backend allocates at its first use, which must not be in a phase
         torch.manual_seed(world.rank)
-        # After the group is open: Python, torch and MPI are in it, and the same for all contenders.
+        # Includes Python, torch, MPI and the group, which are the same for all contenders.
         before = read(world.device)
         with Watch(world.device) as watch:
             spec = [s for s in CONTENDERS if s.name == name]
-            # No start is kept: it would be a copy of the parameters that training does not need.
+            # Without the start, a copy of the parameters that training does not need.
             workload, optimizer = WORKLOADS[model], options.optimizer
             (contender,) = contenders(
                 workload, world.device, spec, optimizer=optimizer, keep_start=False
@@ -202,7 +201,7 @@ def measure(options: argparse.Namespace) -> None:
             phases = [watch.peak()]
             for _ in range(STEPS):
                 contender.step()
-                dist.barrier()  # so that a phase is the same time on all ranks
+                dist.barrier()  # so that all ranks are in the same phase
                 phases.append(watch.peak())
         if name != NO_COMMUNICATION:
             check_sync(contender.model)
@@ -217,10 +216,10 @@ def measure(options: argparse.Namespace) -> None:
 
 
 class Watch:
-    """Watches this process's memory from a thread of its own.
+    """Watches this process's memory from a separate thread.
 
     Args:
-        device: torch counts a GPU's memory by itself.
+        device: for a GPU, torch counts the memory instead.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -248,7 +247,7 @@ class Watch:
             self._thread.join()
 
     def peak(self) -> Memory:
-        """The most since the last call, or since the beginning; now counts, too."""
+        """Returns the maximum since the last call or the beginning, including now."""
         if self._device.type == "cuda":
             highest = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -271,7 +270,7 @@ class Watch:
 
 
 def read(device: torch.device) -> Memory:
-    """Memory of this process now."""
+    """Returns the current memory of this process."""
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         return Memory(allocated, allocated)
@@ -279,20 +278,20 @@ def read(device: torch.device) -> Memory:
 
 
 def parse_rollup(text: str) -> Memory:
-    """Memory from the kernel's lines "Pss_Anon:    123 kB"."""
+    """Parses the kernel's lines "Pss_Anon:    123 kB"."""
     lines = (line.split() for line in text.splitlines()[1:])
     sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
-    # Pss divides what is shared by the number of its users: summed over ranks it counts once.
+    # Pss divides shared memory by the number of its users, so a sum over ranks counts it once.
     return Memory(sizes["Private_Dirty"], sizes["Pss_Anon"] + sizes["Pss_Shmem"])
 
 
 def growth(sample: dict[str, Any], kind: str, steady: bool = False) -> int:
-    """Bytes more than at first; of the largest rank, or of the node.
+    """Returns the increase of memory in bytes, of the largest rank or of the node.
 
     Args:
-        sample: a contender's: for each rank its memory before, and its peak in each phase.
-        kind: "private" for a rank's own, "node" for the sum over ranks.
-        steady: in the last steps; otherwise at any time.
+        sample: of a contender; for each rank its memory before, and its peak in each phase.
+        kind: "private" for the largest rank's own memory, "node" for the sum over ranks.
+        steady: only counts the last steps.
     """
     by_rank = sample[kind]
     phases = [[rank[i] - rank[0] for rank in by_rank] for i in range(1, len(by_rank[0]))]
@@ -303,7 +302,7 @@ def growth(sample: dict[str, Any], kind: str, steady: bool = False) -> int:
 
 
 def table(samples: list[dict[str, Any]], parameter_bytes: int) -> str:
-    """Peaks in MB, in multiples of the parameters, and as a ratio to torch's better setting."""
+    """Tables peaks in MB, in multiples of the parameters, and as ratios to torch's best setting."""
     references = [s for s in samples if s["name"] in REFERENCES]
     reference = min((growth(s, "node") for s in references), default=None)
     rows = []

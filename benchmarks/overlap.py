@@ -5,21 +5,21 @@ Examples:
     python -m benchmarks.overlap --cap 1 4 16 64 --model resnet50
     python -m benchmarks.overlap --quick          one model, two caps
 
-For each cap, in the same rounds: a Reducer that launches its buckets during backward, one that
-launches them at its end, and torch's DDP; all with gradients as views of their buckets and no
-buffers sent, so that they differ in nothing else. With `alone` a step without communication:
+For each cap, three contenders share rounds: a Reducer that launches its buckets during backward,
+one that launches them at its end, and torch's DDP. All use gradients as bucket views and send no
+buffers, so they differ in nothing else. With `alone`, a step without communication:
 
     communication  =  at its end - alone               to be hidden
     exposed        =  during backward - alone          by so much the step is longer
     hidden share   =  1 - exposed / communication      1: all of it; 0: none
 
-each the median over rounds, the share with a 95 % bootstrap interval. It is negative where
-overlapping costs more than it hides: backward and communication want the same cores. torch's DDP
-has no way to launch at the end, and is taken by the communication of a Reducer with the same
-buckets, on gloo one without shared memory. The best cap is the one with the shortest step.
+Each is a median over rounds; the share has a 95 % bootstrap interval. The share is negative if
+overlap costs more than it hides, since backward and communication compete for cores. torch's DDP
+cannot launch at the end, so its communication is that of a Reducer with the same buckets, on gloo
+one without shared memory. The best cap is the one with the shortest step.
 
-Below the table: the cap that bucket_cap_mb="auto" settles on in a training of its own beforehand
-(it times whole steps, which here are those of all the others, too), timed in the same rounds.
+Below the table is the cap that bucket_cap_mb="auto" chooses, timed in the same rounds. It is chosen
+in a separate training before, since "auto" times whole steps, which here contain all contenders'.
 """
 
 import argparse
@@ -72,10 +72,10 @@ class Overlap:
 
     Attributes:
         cap: of every bucket, in MiB.
-        milliseconds: the median step, with overlap.
-        exposed: ms more than a step without communication.
-        hidden: the share of the communication that is not exposed, with its interval.
-        torch_milliseconds, torch_exposed, torch_hidden: the same three of torch's DDP.
+        milliseconds: the median step with overlap.
+        exposed: its ms beyond a step without communication.
+        hidden: the share of communication that is not exposed, with its interval.
+        torch_milliseconds, torch_exposed, torch_hidden: the same three for torch's DDP.
     """
 
     cap: float
@@ -123,9 +123,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def specs(caps: list[float], backend: str) -> list[ContenderSpec]:
-    """A step without communication, and three or four ways for each cap."""
-    # Hidden is what the same buckets cost at the end of backward and do not cost during it, so each
-    # cap needs both.
+    """Returns a contender without communication, and three or four for each cap."""
+    # To know what is hidden, each cap needs a launch during backward and one at its end.
     found = [ContenderSpec(NO_COMMUNICATION, alone)]
     for cap in caps:
         found += [
@@ -134,14 +133,14 @@ def specs(caps: list[float], backend: str) -> list[ContenderSpec]:
             ContenderSpec(_name(TORCH, cap), torch_ddp(bucket_cap_mb=cap, **TORCH_BEST)),
         ]
         if backend == "gloo":
-            # torch's DDP does without shared memory, so its communication is another.
+            # torch's DDP does not use shared memory, so its communication differs.
             plain = reducer(bucket_cap_mb=cap, overlap=False, shared_memory=False, **VIEWS)
             found.append(ContenderSpec(_name(BY_GLOO, cap), plain))
     return found
 
 
 def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """The Reducer's arguments that "auto" settles on, trained by itself."""
+    """Returns the Reducer's arguments that "auto" chooses in a separate training."""
     found: list[Reducer] = []
     spec = ContenderSpec(AUTO, reducer(made=found, bucket_cap_mb=AUTO, **VIEWS))
     (training,) = contenders(workload, device, [spec], keep_start=False)
@@ -155,15 +154,15 @@ def _name(way: str, cap: float) -> str:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: times every model and, on rank 0, prints, writes and draws."""
+    """Times every model on this rank. Rank 0 prints, writes and draws."""
     backend = backend_of_job(options)
-    # One thread a rank: more would take the other ranks' cores.
+    # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         for model in options.model:
             workload = WORKLOADS[model]
             torch.manual_seed(world.rank)
-            # Before the sweep: steps in which it still tries caps are not what it settled on.
+            # Before the sweep, which must not time steps that still try caps.
             chosen = settle(workload, world.device)
             gc.collect()
             auto = ContenderSpec(AUTO, reducer(**chosen, **VIEWS))
@@ -205,7 +204,7 @@ def report(
 
 
 def draw(file: str, title: str, samples: list[Samples], caps: list[float], folder: Path) -> None:
-    """The step by bucket size, with its ratio to that of torch's DDP with buckets of the size."""
+    """Draws the step by bucket size, with its ratio to torch's DDP with buckets of that size."""
     draw_bars(
         file,
         f"a training step by bucket size: {title}",
@@ -222,7 +221,7 @@ def draw(file: str, title: str, samples: list[Samples], caps: list[float], folde
 
 
 def bars(samples: list[Samples], caps: list[float]) -> list[Bar]:
-    """A bar for each cap and way, from the mark of a step without communication on."""
+    """Returns a bar per cap and contender, with a mark at a step without communication."""
     by_name = {s.name: s for s in samples}
     bare = by_name[NO_COMMUNICATION].quartiles
     found = [Bar(NO_COMMUNICATION, bare, "reference")]
@@ -238,7 +237,7 @@ def bars(samples: list[Samples], caps: list[float]) -> list[Bar]:
 
 
 def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:
-    """Results of each cap; `samples` have the names of `specs`."""
+    """Returns the results of each cap; `samples` have the names of `specs`."""
     by_name = {s.name: np.array(s.milliseconds) for s in samples}
     bare = by_name[NO_COMMUNICATION]
     found = []
@@ -262,13 +261,13 @@ def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:
 
 
 def hidden_share(exposed: np.ndarray, communication: np.ndarray) -> Interval:
-    """1 - exposed / communication, of their medians over rounds, and its 95 % interval.
+    """Returns 1 - exposed / communication, of medians over rounds, with its 95 % interval.
 
-    Not numbers where there is no communication that could be hidden.
+    NaN if there is no communication to hide.
     """
     if np.median(communication) <= 0:
         return (float("nan"),) * 3
-    # Whole rounds are drawn: exposed and communication of one belong together.
+    # Draws whole rounds, since exposed and communication of a round belong together.
     drawn = np.random.default_rng(0).integers(len(exposed), size=(2000, len(exposed)))
     whole = np.median(communication[drawn], axis=1)
     shares = 1 - np.median(exposed[drawn], axis=1) / np.where(whole > 0, whole, np.nan)
@@ -277,7 +276,7 @@ def hidden_share(exposed: np.ndarray, communication: np.ndarray) -> Interval:
 
 
 def table(found: list[Overlap], bare: Samples) -> str:
-    """A row for each cap, the best of each column of times marked."""
+    """Returns a row per cap, with the best of each column of times marked."""
     best = min(found, key=lambda o: o.milliseconds)
     torch_best = min(found, key=lambda o: o.torch_milliseconds)
     rows = [
@@ -300,7 +299,7 @@ def table(found: list[Overlap], bare: Samples) -> str:
 
 
 def describe_auto(samples: list[Samples], chosen: dict[str, Any]) -> str:
-    """The cap of "auto", beside the best of all Reducers in the sweep."""
+    """Compares the cap of "auto" with the best Reducer in the sweep."""
     auto = next(s for s in samples if s.name == AUTO)
     swept = [s for s in samples if s.name.startswith((DURING, AT_END))]
     best = min(swept, key=lambda s: s.quartiles[1])
@@ -314,11 +313,10 @@ def describe_auto(samples: list[Samples], chosen: dict[str, Any]) -> str:
 
 
 def ratio_to_best(one: Samples, others: list[Samples]) -> Interval:
-    """Median over rounds of the ratio to the best of the others, with its 95 % interval.
+    """Returns the median ratio to the best of the others, with its 95 % interval.
 
-    The lowest of ten medians is partly luck, and in other rounds would not be as low. So every
-    other round says which is the best, and the rounds between are compared with it; then the other
-    way round.
+    The lowest of ten medians is partly luck. So every other round chooses the best, the rounds
+    between are compared with it, and then the other way round.
     """
     ratios: list[float] = []
     for of_choice in range(2):

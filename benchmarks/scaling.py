@@ -17,9 +17,9 @@ turns. It prints
     memory            by how much a rank's peak grows from before the model was made until it has
                       been trained; as a multiple of the parameters' bytes
 
-Where there are more ranks than cores the ranks take turns: the time that n ranks on c cores can
-reach at best is n/c of one's. `ideal` counts that in, so it shows the loss to communication and not
-to missing cores. All ranks are on this machine; two_hosts.py has a wire.
+More ranks than cores take turns, so n ranks on c cores take at least n/c times as long as one rank.
+`ideal` includes that, so it shows the loss to communication and not to missing cores. All ranks are
+on this machine; two_hosts.py has a wire.
 """
 
 import argparse
@@ -108,12 +108,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def file_name(backend: str, ranks: int) -> str:
-    """Of a run's samples, which cost_model.py reads, too."""
+    """Returns the name of a run's file, which cost_model.py also reads."""
     return f"scaling-{backend}-{ranks}"
 
 
 def shapes(ranks: int) -> list[Shape]:
-    """Models to train with so many ranks; each once."""
+    """Returns the models to train with this number of ranks, without duplicates."""
     return list(dict.fromkeys([*PARAMETERS, *LAYERS, *BATCHES, shape_at("strong", ranks)]))
 
 
@@ -121,9 +121,9 @@ def shapes(ranks: int) -> list[Shape]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: measures everything and, on rank 0, writes it."""
+    """Measures everything on this rank. Rank 0 writes it."""
     backend = backend_of_job(options)
-    # One thread a rank: more would take the other ranks' cores.
+    # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         trained = shapes(world.world_size)
@@ -162,12 +162,12 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def slowest(call: Callable[[], Any], rounds: int) -> list[float]:
-    """Seconds of a call, of the slowest rank in each round. Collective.
+    """Returns the seconds of a call on the slowest rank, by round. Collective.
 
-    Three calls before the first are not counted, and small ones are made many times in a row.
+    Three calls before the first are not counted. Short calls are repeated in each round.
     """
     times = torch.zeros(rounds, dtype=torch.float64)
-    # The last warm-up call sets how many are made in a row: a single small one is below the clock.
+    # The last warm-up call sets the number of repetitions; one short call is below the clock.
     calls = 1
     for turn in range(-3, rounds):
         dist.barrier()
@@ -185,7 +185,7 @@ def slowest(call: Callable[[], Any], rounds: int) -> list[float]:
 
 
 def measure_steps(shape: Shape, rounds: int, device: torch.device) -> dict[str, Any]:
-    """Milliseconds of a step in every way, and bytes of memory it takes with a Reducer."""
+    """Returns the ms of a step in every way, and the bytes of memory that a Reducer takes."""
     torch.manual_seed(dist.get_rank())
     batch = torch.randn(shape.batch, shape.width), torch.randint(shape.width, (shape.batch,))
     memory = {kind: grown(shape, batch, kind) for kind in KINDS}
@@ -204,14 +204,14 @@ def measure_steps(shape: Shape, rounds: int, device: torch.device) -> dict[str, 
 
 
 def grown(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> int:
-    """Bytes by which the largest rank's peak grows over three steps. Collective.
+    """Returns by how many bytes the largest rank's peak grows over three steps. Collective.
 
-    Resident memory; what ranks share counts on each of them.
+    This is resident memory; shared memory counts on each rank.
     """
     gc.collect()
-    # Free memory goes back, or the model would grow into it unseen: old buckets, and the heap.
+    # Frees old buckets and the heap, since the model would reuse their memory unseen.
     if dist.get_backend() == "mpi":
-        # Collective: gives back windows that no rank uses any more.
+        # Collective; frees windows that no rank uses any more.
         mpi.empty(1)
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
@@ -230,7 +230,7 @@ def _resident(name: str) -> int:
 
 
 def contender(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> Contender:
-    """One way to train, on its own copy of the model."""
+    """Makes one way to train, with its own copy of the model."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for _ in range(shape.layers):
@@ -278,7 +278,7 @@ def report(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
 
 
 def bars(by_ranks: dict[int, dict[str, Any]], scaling: str) -> list[Bar]:
-    """A bar for each number of ranks and way to train, with the mark of the ideal."""
+    """Returns a bar per number of ranks and way to train, with a mark at the ideal."""
     found = []
     for ranks, run in by_ranks.items():
         case = case_of(run, shape_at(scaling, ranks))
@@ -293,22 +293,22 @@ def bars(by_ranks: dict[int, dict[str, Any]], scaling: str) -> list[Bar]:
 
 
 def shape_at(scaling: str, ranks: int) -> Shape:
-    """The model and a rank's batch, in "weak" or "strong" scaling."""
+    """Returns the model and a rank's batch in "weak" or "strong" scaling."""
     batch = BASE.batch if scaling == "weak" else max(1, WHOLE_BATCH // ranks)
     return Shape(BASE.layers, BASE.width, batch)
 
 
 def ideal(by_ranks: dict[int, dict[str, Any]], scaling: str, ranks: int) -> float:
-    """The step of the fewest ranks without communication, carried over to this number."""
+    """Scales the step of the fewest ranks without communication to this number of ranks."""
     fewest, cores = min(by_ranks), by_ranks[ranks]["cores"]
     alone = median(by_ranks[fewest], shape_at(scaling, fewest), "alone")
-    # Ranks that share cores take turns: that is no loss to communication.
+    # Ranks that share cores take turns, which is no loss to communication.
     carried = alone * oversubscribed(ranks, cores) / oversubscribed(fewest, cores)
     return carried * fewest / ranks if scaling == "strong" else carried
 
 
 def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
-    """Weak and strong scaling, with the ideal of the fewest ranks' step alone."""
+    """Tables weak and strong scaling, with the ideal by the fewest ranks' step alone."""
     rows = []
     for scaling in ("weak", "strong"):
         for ranks, run in by_ranks.items():
@@ -330,7 +330,7 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
 
 
 def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
-    """Each model by each number of ranks."""
+    """Tables each model by each number of ranks."""
     growing = {"parameters": PARAMETERS, "layers": LAYERS, "batch": BATCHES}
     rows = []
     for what, models in growing.items():
@@ -356,7 +356,7 @@ def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
 
 
 def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """The measurements of a model."""
+    """Returns the measurements of a model."""
     wanted = (shape.layers, shape.width, shape.batch)
     return next(
         case for case in run["cases"] if (case["layers"], case["width"], case["batch"]) == wanted

@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def commands(ranks: Sequence[int]) -> dict[str, list[str]]:
-    """Every command that takes turns, by the name that the table gives it."""
+    """Returns the commands that take turns, by their names in the table."""
     python = sys.executable
     found = {
         REFERENCE: [python, "-c", "import torch"],
@@ -69,13 +69,13 @@ def commands(ranks: Sequence[int]) -> dict[str, list[str]]:
 
 
 def measure(commands: dict[str, list[str]], rounds: int) -> list[Samples]:
-    """Times each command once a round, in an order that changes; the first of them is warmed up."""
+    """Times each command once per round, in a changing order, after a warm-up of the reference."""
     mpirun, defaults = mpirun_command(2, [])
     environ = defaults | os.environ | {"OMP_NUM_THREADS": "1"}
     environ["PATH"] = os.pathsep.join([os.path.dirname(mpirun[0]), environ["PATH"]])
     order = np.random.default_rng(0)
     times: dict[str, list[float]] = {name: [] for name in commands}
-    _time(commands[REFERENCE], environ)  # reads torch's files into memory
+    _time(commands[REFERENCE], environ)  # reads torch's files into the page cache
     for _ in tqdm(range(rounds), unit="round", disable=not on_terminal(), leave=False):
         for name in order.permutation(list(commands)):
             times[name].append(_time(commands[name], environ))
@@ -91,7 +91,7 @@ def _time(command: Sequence[str], environ: dict[str, str]) -> float:
 
 
 def table(measured: Sequence[Samples]) -> str:
-    """Medians in seconds, and multiples of the reference with their 95 % interval."""
+    """Tables medians in seconds, and multiples of the reference with their 95 % interval."""
     reference = next(samples for samples in measured if samples.name == REFERENCE)
     rows = []
     for samples in measured:

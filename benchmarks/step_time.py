@@ -1,7 +1,7 @@
-"""python -m benchmarks.step_time: `python -m ddp_from_scratch.bench` that also draws and keeps.
+"""python -m benchmarks.step_time: runs `python -m ddp_from_scratch.bench`, and draws the results.
 
-Its options are those of that program, which an installed package has; this one writes every sample
-and draws the medians, into benchmarks/results unless --results says otherwise.
+It takes the options of that program, which is part of the installed package. It writes every sample
+and draws the medians, to benchmarks/results unless --results names another folder.
 """
 
 import sys
@@ -20,7 +20,7 @@ PROGRAM = "python -m benchmarks.step_time"
 
 
 def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
-    """A picture of one table, with a panel for each way of running."""
+    """Draws a picture of one table, with a panel per way of running."""
     draw_bars(
         job.file_name,
         f"a training step: {workload(job.model).name}; {job.nproc} ranks",
@@ -32,7 +32,7 @@ def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
 
 
 def bars(run: Run) -> list[Bar]:
-    """A bar for each contender, with its ratio to torch's DDP."""
+    """Returns a bar per contender, with its ratio to torch's DDP."""
     found = []
     for s in run.samples:
         ratio = run.ratio(s, run.torch_ddp)

@@ -17,11 +17,11 @@ Content = Mapping[str, Any]  # of a file
 
 
 def summarise(folder: Path, since: float) -> str:
-    """A table for each benchmark that has written files since then (`time.time()`)."""
+    """Returns a table for each benchmark that wrote files since `since`, a `time.time()`."""
     contents = [
         json.loads(path.read_text())
         for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime)
-        if path.stat().st_mtime >= since  # older ones are another run's
+        if path.stat().st_mtime >= since  # older files are from another run
     ]
     texts = []
     for name, table in TABLES.items():
@@ -45,7 +45,7 @@ def step_times(contents: Sequence[Content]) -> str:
                 own = (s for s in run.ours if s.name.startswith(what) and _is_on(s.name, backend))
                 best = fastest(own)
                 row += [_ratio_in(run, best, run.torch_ddp), _ratio_in(run, best, run.alone)]
-            # A ratio that something else has moved is no result.
+            # A ratio from a busy machine is no result.
             rows.append([*row[:1], *("?" for _ in row[1:])] if run.disturbed else row)
         if run.disturbed:
             notes.append(f"no verdict, {content['title']}: {run.disturbed}")
@@ -93,7 +93,7 @@ def memories(contents: Sequence[Content]) -> str:
     rows = []
     for content in contents:
         peaks = {s["name"]: memory.growth(s, "node") for s in content["samples"]}
-        # The better of torch's settings, as in ratios of times.
+        # The best of torch's settings, as in ratios of times.
         torch_ddp = min((peaks[n] for n in REFERENCES if n in peaks), default=None)
         bases = (*REFERENCES, NO_COMMUNICATION)
         least = min((n for n in peaks if n not in bases), key=peaks.__getitem__, default=None)

@@ -6,19 +6,19 @@ Examples:
     python -m benchmarks.survive --kills 5 --every 8 --epochs 300    the picture: some minutes
     python -m benchmarks.survive --kills 300 --epochs 2000 --no-torchrun    a soak
 
-One run is left alone, one loses a rank again and again (`run.py --elastic`): kill -9 at a random
-moment, a random rank, rank 0 among them. Both must end with the same checkpoint, bit for bit; else
-the exit code is 1. The same kills then hit `torchrun --max-restarts`, whose ranks all start again,
-from the newest checkpoint. How to read the table, medians and the worst in ms:
+One run is undisturbed. Another one (`run.py --elastic`) loses ranks: kill -9 hits a random rank,
+which may be rank 0, at random moments. Both must end with bit-identical checkpoints, or the exit
+code is 1. The same kills then hit `torchrun --max-restarts`, which restarts all ranks from the
+newest checkpoint. How to read the table, medians and the worst in ms:
 
     noticed     from the kill until the other ranks have left their group
-    group       until they have another one
-    step        until the step that was broken off is finished, by those that are left
-    together    the sum: what a kill costs the others
+    group       until they have a new one
+    step        until the remaining ranks have finished the interrupted step
+    together    the sum, which is the cost of a kill for the others
     joined      from the kill until as many ranks train as before
-    a kill      how much longer the whole run took, for each kill
+    a kill      how much longer the whole run took, per kill
 
-Where a kill follows before the others go on, the first rows count the second one alone.
+If a second kill comes before the others continue, the first rows count only the second one.
 """
 
 import argparse
@@ -60,7 +60,7 @@ class Run:
 
     Attributes:
         kills: when a rank was killed.
-        regroupings: when another group had finished a step; its ranks; the ms of group and step.
+        regroupings: when a new group had finished a step; its ranks; the ms of group and step.
         epochs: when each epoch ended.
         seconds: until its end.
         state: the last checkpoint.
@@ -74,7 +74,7 @@ class Run:
 
 
 def main() -> int:
-    """Runs the drill, prints and writes what it found; returns the exit code."""
+    """Runs the drill, prints and writes its results, and returns the exit code."""
     options = parse(sys.argv[1:])
     train = ["--virtual-ranks", str(options.virtual_ranks), "--epochs", str(options.epochs)]
     ours = [*train, "--nproc", str(options.nproc), "--elastic"]
@@ -151,7 +151,7 @@ def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> 
     """Runs a command, kills that many of its ranks, and reads its last checkpoint.
 
     Raises:
-        RuntimeError: it ended with another exit code than 0.
+        RuntimeError: the command failed.
     """
     run = Run()
     with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +187,7 @@ def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> 
 
 
 def _kill(process: int, kills: int, every: float, run: Run, began: float, seed: int) -> None:
-    """Kills ranks at random moments once the first epoch has ended, until the run ends."""
+    """Kills ranks at random moments, from the end of the first epoch until the run ends."""
     dice = random.Random(seed)
     while not run.epochs and _is_there(process):
         time.sleep(0.05)
@@ -209,9 +209,9 @@ def _is_there(process: int) -> bool:
 
 
 def _ranks(process: int) -> Iterator[int]:
-    """The processes of ranks: those at the end of the tree of this one."""
+    """Yields the pids of ranks, the leaves of the process tree."""
     for child in _children(process):
-        # Those of torchrun are its children, ours those of the process that forks them.
+        # torchrun's ranks are its children; ours are children of the process that forks them.
         of_torchrun = "torch.distributed.run" in _command(process)
         ranks = [child] if of_torchrun else _children(child)
         yield from filter(_is_there, ranks)
@@ -233,7 +233,7 @@ def _command(process: int) -> str:
 
 
 def tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a checkpoint, by the way to them."""
+    """Yields all tensors of a checkpoint with their paths in it."""
     if isinstance(state, torch.Tensor):
         yield name, state
     elif isinstance(state, (dict, list, tuple)):
@@ -243,7 +243,7 @@ def tensors(state: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def differences(one: Any, other: Any) -> list[str]:
-    """The names of tensors that are not the same in both, bit for bit."""
+    """Returns the names of tensors that are not bit-identical in both."""
     left, right = dict(tensors(one)), dict(tensors(other))
     bits = {
         name: name in left and name in right and _bits(left[name]) == _bits(right[name])
@@ -261,7 +261,7 @@ Row = tuple[str, float, float | None]
 
 
 def table(run: Run, alone: Run, nproc: int) -> Iterator[Row]:
-    """The rows of this library's run, as median and worst in ms."""
+    """Yields the rows of this library's run, with median and worst in ms."""
     lost, joined = [], []
     ends = [*run.kills[1:], run.seconds]
     for killed, end in zip(run.kills, ends, strict=True):

@@ -4,12 +4,12 @@ Examples:
     sudo python -m benchmarks.timelines              ResNet-18, two ranks, everywhere
     python -m benchmarks.timelines --place gloo mpi  without root
 
-For each place, draws the median step of two ranks with the default buckets, and says which bucket
-was exposed and which rank was late. A second Reducer with smaller buckets (--cap) takes turns with
-it: below stand the medians of both. Two hosts need root, `ip` and `tc`: they are network namespaces
-with a wire of 1 Gbit/s between them (harness/network.py).
+For each place, draws the median step of two ranks with the default buckets, and names exposed
+buckets and late ranks. A second Reducer with smaller buckets (--cap) takes turns with the first;
+the medians of both are below. Two hosts need root, `ip` and `tc`: they are network namespaces with
+a wire of 1 Gbit/s between them (harness/network.py).
 
-Text, picture and the times of all steps go into benchmarks/results, or where --results says.
+Text, picture and the times of all steps go to benchmarks/results, or to the folder of --results.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def main() -> int:
         measure(options)
         return 0
     for place in options.place:
-        # Of an option that is there twice the last counts.
+        # The last of several equal options counts.
         arguments = [*sys.argv[1:], "--place", place]
         if place == TWO_HOSTS:
             network.check_available([GLOO])
@@ -67,7 +67,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--cap", type=float, default=4.0, metavar="MB", help="of smaller buckets (default: 4)"
     )
-    # From `start`, which gives them to the ranks of every benchmark.
+    # `start` passes these to the ranks of every benchmark.
     parser.add_argument("--backend", help=argparse.SUPPRESS)
     parser.add_argument("--nproc", help=argparse.SUPPRESS)
     add_results_option(parser)
@@ -80,7 +80,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: records both Reducers and, on rank 0, prints, writes and draws."""
+    """Records both Reducers on this rank. Rank 0 prints, writes and draws."""
     (place,) = options.place
     torch.set_num_threads(1)
     with process_group(MPI if place == MPI else GLOO) as world:
@@ -103,7 +103,7 @@ def record(
     timelines = [Timeline(averaging, None, steps=count) for averaging in made]
     for _ in range(SKIP + count + 1):
         for contender in compared:
-            dist.barrier()  # a step begins on all ranks at once
+            dist.barrier()  # all ranks begin a step together
             contender.step()
     found = {}
     for name, timeline in zip(caps, timelines, strict=True):

@@ -83,7 +83,7 @@ def main() -> int:
     found: dict[tuple[str, int], dict[float, list[dict[str, Any]]]] = {}
     with network.stoppable():
         for gbit, backend, ranks in product(options.gbit, options.backend, options.ranks):
-            # Of an option that is there twice the last counts.
+            # The last of several equal options counts.
             rank = [sys.executable, "-m", "benchmarks.two_hosts", *sys.argv[1:]]
             rank += ["--backend", backend, "--gbit", str(gbit)]
             rank += ["--rounds", str(options.rounds or rounds_at(gbit))]
@@ -143,7 +143,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def rounds_at(gbit: float) -> int:
-    """Rounds that take about a minute at this speed."""
+    """Returns the number of rounds that take about a minute at this speed."""
     return next((rounds for speed, rounds in _ROUNDS.items() if gbit <= speed), 30)
 
 
@@ -155,16 +155,16 @@ def file_name(model: str, backend: str, ranks: int, gbit: float) -> str:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: times every contender and, on rank 0, prints and writes."""
+    """Times every contender on this rank. Rank 0 prints and writes."""
     backend, (gbit,) = backend_of_job(options), options.gbit
-    # One thread a rank: more would take the other ranks' cores.
+    # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         workload = WORKLOADS[options.model]
         torch.manual_seed(world.rank)
         batch = workload.batch()
         ready = until_first_bucket(workload.model, batch)  # no byte can cross before
-        # Bytes are counted at the interface, not computed: a backend may send more than it must.
+        # Counts bytes at the interface, since a backend may send more than it must.
         meter = Meter()
         powers = ddp.power_sgd.PowerSGDState(rank=4, start=WARM_UP - 1)
         compared = contenders(workload.model, batch, backend, powers, options.cap)
@@ -176,13 +176,13 @@ def measure(options: argparse.Namespace) -> None:
             leave=False,
         )
         samples = interleave(metered, rounds, world.device)
-        meter.read()  # the last step's bytes: each step is counted before the next one
+        meter.read()  # counts the last step, since a step is counted before the next one
         check_alike(compared, workload.model)
         sent = gather_sent(meter, world.local_rank == 0)
         if world.rank == 0:
             nbytes = sum(p.numel() * p.element_size() for p in compared[0].model.parameters())
             results = results_of(samples, sent, bytes_to_cross(nbytes, powers), ready, gbit)
-            # Before printing: a result that did not come through the wire is none.
+            # A result that bypassed the wire is not printed.
             check_crossed(results, gbit)
             results = with_computing(results)
             title = (
@@ -208,8 +208,8 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def bytes_to_cross(nbytes: int, powers: ddp.power_sgd.PowerSGDState) -> Callable[[str], int | None]:
-    """Bytes that each host must send in a step, by contender; None where that is not known."""
-    # Elements of its float32 matrices, in the steps since it began to compress.
+    """Maps a contender's name to the bytes that each host must send per step; None if unknown."""
+    # `sent` counts elements of float32 matrices, in the steps with compression.
     per_step = 4 * powers.sent // max(1, powers.iteration - powers.start)
     by_name: dict[str, int | None] = {
         NO_COMMUNICATION: 0,
@@ -217,7 +217,7 @@ def bytes_to_cross(nbytes: int, powers: ddp.power_sgd.PowerSGDState) -> Callable
         POWER_SGD: per_step,
         TORCH_POWER_SGD: None,
     }
-    # By beginnings: some have the size of their buckets behind the name.
+    # By prefix, since some names end with a bucket size.
     return lambda name: next((n for known, n in by_name.items() if name.startswith(known)), nbytes)
 
 
@@ -228,7 +228,7 @@ def results_of(
     ready: float,
     gbit: float,
 ) -> list[Result]:
-    """Each contender's samples, beside the bytes that it sent and the wire's bound."""
+    """Joins each contender's samples with the bytes that it sent and the wire's bound."""
     results = []
     for s in samples:
         nbytes = must_cross(s.name)
@@ -241,7 +241,7 @@ def results_of(
 
 
 def table(results: list[Result], samples: list[Samples]) -> str:
-    """Times, ratios to torch's DDP and to the bound, and bytes on the wire."""
+    """Tables times, ratios to torch's DDP and to the bound, and bytes on the wire."""
     by_name = {s.name: s for s in samples}
     rows = []
     for r, s in zip(results, samples, strict=True):
@@ -272,7 +272,7 @@ def draw(
     by_speed: dict[float, list[dict[str, Any]]],
     folder: Path,
 ) -> None:
-    """The step of each contender, with a panel for each speed of the wire."""
+    """Draws the step of each contender, with a panel per speed of the wire."""
     missing = "; torch's PowerSGD needs gloo" if backend == "mpi" else ""
     draw_bars(
         f"two_hosts-{model}-{backend}-{ranks}",
@@ -290,7 +290,7 @@ def draw(
 
 
 def bars(results: list[Result]) -> list[Bar]:
-    """A bar for each contender, torch's before this library's, with its ratio to torch's DDP."""
+    """Returns a bar per contender, torch's first, with its ratio to torch's DDP."""
     samples = {r.name: Samples(r.name, r.milliseconds) for r in results}
     found = []
     for r in with_computing(results):

@@ -35,7 +35,7 @@ from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world import World
 
-# Their batches can be divided by 8.
+# Models whose batches divide by 8.
 MODELS = ("mlp", "resnet18")
 DURATION = Duration(usual=12.0, full=60.0)
 TIMES = (1, 2, 8)
@@ -70,7 +70,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """A rank's part: times every model and, on rank 0, prints and writes."""
+    """Times every model on this rank. Rank 0 prints and writes."""
     backend = backend_of_job(options)
     torch.set_num_threads(1)
     with process_group(backend) as world:
@@ -90,7 +90,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def contenders(workload: Workload, world: World) -> list[Contender]:
-    """The ordinary ways, and one for each number of virtual ranks; same batch."""
+    """Makes the ordinary contenders, and one per number of virtual ranks, with the same batch."""
     batch = [tensor.to(world.device) for tensor in workload.batch()]
     if len(batch[0]) % max(TIMES):
         raise UsageError(f"--model: a batch of {len(batch[0])} is not one of 8 virtual ranks")
@@ -107,7 +107,7 @@ def _made(
     torch.manual_seed(0)
     model = workload.model().to(world.device)
     broadcast_parameters(model)
-    # Bucket views and rank 0's buffers for all, as with virtual ranks.
+    # Bucket views and rank 0's buffers, as with virtual ranks.
     reducer = Reducer(model, gradient_as_bucket_view=True, broadcast_buffers=True, **settings)
     return model, reducer, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, fused=True)
 
@@ -143,7 +143,6 @@ def _on_virtual_ranks(
 def report(
     options: argparse.Namespace, world: World, model: str, title: str, samples: list[Samples]
 ) -> None:
-    """Prints and writes one model's results."""
     ordinary = next(s for s in samples if s.name == ORDINARY)
     rows = []
     for s in samples:

@@ -33,8 +33,7 @@ from ddp_from_scratch.launch.start import start_mpirun
 def main() -> int:
     parser = make_parser("benchmarks.wait_cost", __doc__)
     cores = len(os.sched_getaffinity(0))
-    # Two a core, one of each kind: only then can a rank that polls take the core from one that
-    # works.
+    # Two ranks per core, one of each kind, so that a polling rank can take a working rank's core.
     parser.add_argument(
         "--nproc", type=int, default=2 * cores, help=f"ranks (default: {2 * cores}, two a core)"
     )
@@ -52,11 +51,11 @@ def main() -> int:
 
 
 def measure(rounds: int, folder: Path) -> None:
-    """A rank's part: computes or waits, each way in turn."""
+    """Computes or waits on this rank, in each way in turn."""
     from ddp_from_scratch.backend.mpi_transport import MPI
 
     everyone = MPI.COMM_WORLD
-    # One thread a rank: more would take the other ranks' cores.
+    # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group("mpi") as world:
         computes = world.rank < world.world_size // 2
@@ -64,7 +63,7 @@ def measure(rounds: int, folder: Path) -> None:
         flat = np.zeros(256, np.float32)
 
         def asleep() -> None:
-            # Sleeps without MPI's own waiting, which polls: the reference takes no core.
+            # The reference sleeps and takes no core, unlike MPI's own waits, which poll.
             request = everyone.Ibarrier()
             while not request.Test():
                 time.sleep(0.01)
@@ -93,14 +92,14 @@ def measure(rounds: int, folder: Path) -> None:
                         square @ square
                 times[index, turn] = time.perf_counter() - began
                 wait()  # both halves: the computing ones wake the others
-        # The slowest of the computing ranks: the others wait for it.
+        # The slowest of the computing ranks counts, since the others wait for it.
         dist.all_reduce(times, dist.ReduceOp.MAX)
         if world.rank == 0:
             report(list(ways), times, world.world_size, folder)
 
 
 def report(ways: list[str], times: torch.Tensor, ranks: int, folder: Path) -> None:
-    """Prints the medians, and writes all samples."""
+    """Prints the medians and writes all samples."""
     medians = times.median(1).values.tolist()
     rows = [
         [name, f"{1e3 * median:.1f}", f"{median / medians[0]:.2f}"]

@@ -1,6 +1,6 @@
-"""Streams, events and the random generator of a GPU: the only module that calls torch.cuda.
+"""Streams, events and the random generator of a GPU. Only this module calls torch.cuda.
 
-It calls torch.accelerator where that has what is needed. Only CUDA has been tried.
+It prefers torch.accelerator where that is sufficient. Only CUDA has been tested.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ import torch
 
 
 def is_gpu(device: torch.device) -> bool:
-    """True for a device with streams. The host runs ahead of it."""
+    """True for a device with streams, which executes asynchronously to the host."""
     return device.type == "cuda"
 
 
@@ -36,7 +36,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 @contextmanager
 def aside(device: torch.device) -> Iterator[torch.Stream]:
-    """Makes a second stream the current one, which first waits for the present one."""
+    """Makes a second stream the current one; it first waits for the stream current before."""
     stream = _beside(device)
     stream.wait_stream(torch.accelerator.current_stream(device))
     with on(stream):
@@ -49,7 +49,7 @@ def on(stream: torch.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    # `with stream` would do, but not in two threads at a time.
+    # Not `with stream`, which fails in two threads at a time.
     before = torch.accelerator.current_stream(stream.device)
     torch.accelerator.set_stream(stream)
     try:
@@ -59,7 +59,7 @@ def on(stream: torch.Stream | None) -> Iterator[None]:
 
 
 def used_here(tensors: Iterable[torch.Tensor]) -> None:
-    """Keeps the memory of tensors from being reused before the current stream has used it."""
+    """Keeps the allocator from reusing the tensors' memory before the current stream is done."""
     for tensor in tensors:
         if is_gpu(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
@@ -72,12 +72,12 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 @cache
 def _beside(device: torch.device) -> torch.Stream:
-    # One for each GPU. What is allocated on it is reused on it alone, behind the current stream.
+    # One per GPU, since the allocator reuses the memory of a stream on that stream alone.
     return torch.Stream(device)
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done all its work. A no-op for a CPU."""
+    """Waits until the device has finished all work. A no-op for a CPU."""
     if is_gpu(device):
         torch.accelerator.synchronize(device)
 
@@ -88,7 +88,7 @@ def count() -> int:
 
 
 def is_in_bad_fork() -> bool:
-    """True in a fork of a process that has called CUDA, be it for the number of GPUs alone."""
+    """True in a fork of a process that has called CUDA, even just to count GPUs."""
     return torch.cuda._is_in_bad_fork()
 
 
@@ -98,7 +98,7 @@ def generator_state() -> torch.Tensor | None:
 
 
 def set_generator_state(state: torch.Tensor) -> None:
-    """Puts the current GPU's generator into a state, a CPU tensor."""
+    """Sets the state of the current GPU's generator to `state`, a CPU tensor."""
     torch.cuda.set_rng_state(state)
 
 

@@ -1,4 +1,4 @@
-"""Checks a process group before anything is sent through it."""
+"""Helpers for process groups: checks, torch's private parts, and the gloo group beside a group."""
 
 import weakref
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.distributed.nn import functional
 
 from ddp_from_scratch import gpu
 
-# Its name from torch 2.14 on, which warns of the old one.
+# torch 2.14 renamed it, and warns about the old name.
 all_gather_single: Callable[..., dist.Work | None] = getattr(
     dist, "all_gather_single", dist.all_gather_into_tensor
 )
@@ -22,11 +22,11 @@ _NOT_A_MEMBER = "this rank is not a member of the process group"
 
 
 def check_group(process_group: Any) -> dist.ProcessGroup:
-    """Returns the group itself; None stands for all ranks.
+    """Returns the process group; None stands for all ranks.
 
     Raises:
         RuntimeError: `process_group` is None, and no process group is open.
-        TypeError: `process_group` is something else.
+        TypeError: `process_group` is not a process group.
         ValueError: this rank is not in the group.
     """
     if process_group is None:
@@ -58,26 +58,26 @@ def _forget_default_group() -> None:
             )
 
 
-# `torch.distributed.nn.functional` takes the group that is open while it is imported as a default
-# argument (torch.optim imports it in the first step). So the group, and gloo's threads with it,
-# would live to the end of Python, which they sometimes abort. None means the default group, too.
-#
-# Called at import, since a group may have been opened before.
+# `torch.distributed.nn.functional` keeps the group that is open at its import in default arguments
+# (torch.optim imports it in the first step). The group's gloo threads would then live until the end
+# of Python, which they sometimes abort. None also means the default group.
 _forget_default_group()
 
 
 def on_gpu_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Makes the module's GPU current for nccl's object collectives, which put their bytes there."""
+    """Makes the module's GPU current for nccl's object collectives, which use the current GPU.
+
+    Otherwise ranks that never chose a GPU would all use the machine's first.
+    """
     first = next(module.parameters(), None)
-    # Without this, ranks that never chose a GPU would all use the machine's first.
     return nullcontext() if first is None else gpu.current(first.device)
 
 
 def of_member(work: dist.Work | None) -> dist.Work:
-    """Returns the work of a collective.
+    """Returns the work handle of a collective.
 
     Raises:
-        ValueError: `work` is None: this rank is not in the group.
+        ValueError: `work` is None, since this rank is not in the group.
     """
     if work is None:
         raise ValueError(_NOT_A_MEMBER)
@@ -90,17 +90,16 @@ def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def store_beside(group: dist.ProcessGroup) -> dist.Store:
-    """Returns a new part of the store through which the group has met. Collective."""
-    # Not `dist.new_group`: torch counts its calls to name groups, on every rank of the job, of
-    # which only those of this group come here. Nor is anything sent to agree on the part: nccl
-    # would take the current GPU for it. Each rank counts its own calls, which are as many on all.
+    """Returns a new part of the store that the group used for its rendezvous. Collective."""
+    # Not `dist.new_group`, which all ranks of the job would have to call. Each rank counts its own
+    # calls, so the ranks agree without a message, for which nccl would use the current GPU.
     store = dist.distributed_c10d._get_process_group_store(group)
     call = store.add(f"beside/{group.rank()}", 1)
     return dist.PrefixStore(f"beside {call}", store)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Returns the time that a collective of the group may take."""
+    """Returns how long a collective of the group may take."""
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 
@@ -116,7 +115,7 @@ def open_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
     return group
 
 
-# Not kept by those who use them: they end with the group that they are beside.
+# Keys are weak, so a gloo group ends with the group that it belongs to.
 _gloo_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = (
     weakref.WeakKeyDictionary()
 )

@@ -5,10 +5,10 @@ Importing this module registers the backend:
     import ddp_from_scratch.mpi
     torch.distributed.init_process_group("mpi")      # under mpirun; ranks come from MPI
 
-`BACKEND` holds the backend's name: "mpi" where torch looks for registered backends before its own,
-and "mpi4py" where it insists on its own for "mpi" (older versions, and a torch that was built with
-MPI). `ddp.process_group("mpi")` chooses the right one. With either name, an init_method of "mpi://"
-takes from MPI the ranks, and the store through which groups of other backends meet:
+`BACKEND` holds the backend's name. It is "mpi" if torch prefers registered backends to its own, and
+"mpi4py" if torch always uses its own for "mpi" (older versions, and builds with MPI).
+`ddp.process_group("mpi")` chooses the right one. With either name, `init_method="mpi://"` takes the
+ranks from MPI, and a store for the rendezvous of groups with other backends:
 
     torch.distributed.init_process_group(ddp_from_scratch.mpi.BACKEND, init_method="mpi://")
 
@@ -50,24 +50,24 @@ def empty(
     dtype: torch.dtype = torch.float32,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """A flat tensor in memory that the machine's ranks share.
+    """Makes a flat tensor in memory that the machine's ranks share. Collective.
 
-    `all_reduce` on it, or on a contiguous part of it, works in place and sends no message on the
-    machine. Otherwise it is an ordinary CPU tensor. Collective: called with the same arguments on
-    all ranks, in the order of the group's other operations. The memory is given back when all ranks
-    have dropped their tensors, at the next `empty` of the group or at its end.
+    `all_reduce` on it, or on a contiguous part of it, works in place and sends no message within
+    the machine. In all other respects it is an ordinary CPU tensor. All ranks must call `empty`
+    with the same arguments, in the same order as the group's other operations. The memory is freed
+    once all ranks have dropped their tensors, at the group's next `empty` or at its end.
 
     Args:
-        numel: number of elements.
+        numel: the number of elements.
         dtype: of the elements.
         process_group: an mpi group; None means the default group.
 
     Returns:
-        Uninitialised tensor of shape (numel,).
+        An uninitialised tensor of shape (numel,).
 
     Raises:
         ValueError: the group is not an mpi group, or `numel` is negative.
-        CommunicationError: a rank did not come, or there is no such memory left.
+        CommunicationError: a rank is missing, or there is not enough shared memory.
     """
     group = process_group or dist.distributed_c10d._get_default_group()
     if not isinstance(group, ProcessGroupMPI):
@@ -79,28 +79,27 @@ def empty(
 
 def register() -> str:
     """Registers backend and rendezvous; returns the name under which torch finds the backend."""
-    # From 2.14 on torch looks every backend up in its registry; before, it goes to its C++ for the
-    # name "mpi" and never asks us.
+    # From 2.14 on torch looks up every backend in its registry. Older versions always use torch's
+    # own backend for the name "mpi".
     name = "mpi" if torch.__version__ >= "2.14" and not dist.is_mpi_available() else "mpi4py"
-    # To others torch attaches a recorder, backend by backend; a group of ours has none but itself,
-    # and notes its calls by other means (`RecordedGroup`).
+    # Otherwise torch attaches a recorder to the group's C++ backends. This group has none, and
+    # records its calls itself (`RecordedGroup`).
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(name)
     dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu"])
     dist.register_rendezvous_handler("mpi", _rendezvous)
     if name == "mpi":
-        # Programs ask `dist.is_mpi_available()` before they use the name, and would hear what torch
-        # was built with. Not where the name is another: there torch would go on to its own C++.
+        # Programs ask `dist.is_mpi_available()` before they use "mpi". With the other name it must
+        # stay False, or torch would try to use its own backend.
         dist.distributed_c10d._MPI_AVAILABLE = True
     return name
 
 
 def _create(backend_options: Any, options: object) -> ProcessGroupMPI | CPUBackend:
-    """torch.distributed's factory: the default group, or one of `new_group`'s (members only)."""
+    """Makes the default group, or a group of `new_group` on its members."""
     group = _open(backend_options)
-    # A group of ours takes the place of torch's own, whatever other backends that was to have: a
-    # backend behind torch's has handles of torch's own, which tell less (`CPUBackend`). The name of
-    # torch's own group is that of its backend for GPUs, and "custom" where it has none.
+    # If torch's group has no backend for GPUs, its name is "custom", and our group replaces it. A
+    # backend behind torch's group has poorer work handles (`CPUBackend`).
     if not IS_OFFERED or (whole := backend_options.process_group).name() == "custom":
         return group
     group.setGroupName(backend_options.group_id)
@@ -109,8 +108,8 @@ def _create(backend_options: Any, options: object) -> ProcessGroupMPI | CPUBacke
     return backend
 
 
-# Keeps the backend of each whole: where torch wraps one, for TORCH_DISTRIBUTED_DEBUG=DETAIL, it
-# keeps no more than what C++ sees of it.
+# Keeps each torch group's backend alive: with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the
+# backend and keeps only its C++ part.
 _behind: "weakref.WeakKeyDictionary[dist.ProcessGroup, CPUBackend]" = weakref.WeakKeyDictionary()
 
 
@@ -120,7 +119,7 @@ def _open(backend_options: Any) -> ProcessGroupMPI:
     ranks = list(backend_options.global_ranks_in_group)
     if ranks:
         return create_subgroup(MPI.COMM_WORLD, ranks, timeout, kind)
-    check_world()  # before anything is collective: ranks that MPI sees alone would go on
+    check_world()  # before any collective: a rank that MPI takes for a whole job would not notice
     needs_store = is_placeholder(backend_options.store)
     own_store = store(placement(), timeout) if needs_store else None
     return kind(MPI.COMM_WORLD, timeout, store=own_store)
@@ -129,7 +128,7 @@ def _open(backend_options: Any) -> ProcessGroupMPI:
 def _rendezvous(
     url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Torch's handler for "mpi://": yields the store, this rank and the number of ranks."""
+    """Handles "mpi://" for torch: yields the store, this rank and the number of ranks."""
     check_world()
     place = placement()
     yield store(place, timeout), place.rank, place.world_size

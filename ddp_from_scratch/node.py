@@ -24,8 +24,6 @@ Gloo = Callable[[], dist.ProcessGroup | None]
 
 
 def _by_gloo(name: str) -> Callable[..., Any]:
-    """A method that calls gloo's of the same name."""
-
     def call(self: ProcessGroupNode, *args: Any, **options: Any) -> Any:
         return getattr(self.gloo, name)(*args, **options)
 
@@ -39,7 +37,7 @@ class ProcessGroupNode(CollectivesGroup):
     Args:
         everyone: the group's ranks.
         timeout: how long a collective may take.
-        gloo: returns a gloo group of the same ranks; None once that is closed.
+        gloo: returns a gloo group of the same ranks; None once that group is closed.
     """
 
     backend: ClassVar[str] = "node"
@@ -53,14 +51,13 @@ class ProcessGroupNode(CollectivesGroup):
     def open(
         cls, store: dist.Store, rank: int, world_ranks: list[int], timeout: timedelta
     ) -> ProcessGroupNode:
-        """Opens a group of these ranks, and gloo's for it, through a store of their own."""
+        """Opens a group of these ranks and its gloo group, through a store that only they use."""
         gloo = open_gloo(store, rank, len(world_ranks), timeout)
         own = dist.PrefixStore("node", store)
         return cls(GlooTransport(own, rank, world_ranks, timeout), timeout, lambda: gloo)
 
     @property
     def gloo(self) -> dist.ProcessGroup:
-        """The gloo group of the same ranks."""
         group = None if self._gloo is None else self._gloo()
         if group is None:
             raise RuntimeError("the process group is closed")
@@ -68,7 +65,7 @@ class ProcessGroupNode(CollectivesGroup):
 
     @property
     def options(self) -> Any:
-        # torch, and `gloo_beside`, ask a backend for its timeout by these.
+        # torch and `gloo_beside` read a backend's timeout from its options.
         return self.gloo._get_backend(torch.device("cpu")).options
 
     def get_group_store(self) -> dist.Store:
@@ -80,7 +77,6 @@ class ProcessGroupNode(CollectivesGroup):
         return self.open(store, list(ranks).index(self.rank()), world_ranks, timeout)
 
     def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
-        # Sparse tensors, and dtypes that are summed by gloo alone, if at all.
         return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
 
     monitored_barrier = _by_gloo("monitored_barrier")
@@ -89,17 +85,17 @@ class ProcessGroupNode(CollectivesGroup):
     send = _by_gloo("send")
 
     def abandon(self) -> None:
-        """As `shutdown`, but what is under way fails: afterwards nothing writes to its tensors."""
+        """Shuts down and fails operations in flight: afterwards nothing writes to their tensors."""
         self.checked_barrier.abandon()
         self.shutdown()
 
     def shutdown(self) -> None:
-        """Ends the worker thread and gives the memory back. Idempotent."""
+        """Ends the worker thread and frees the memory. Idempotent."""
         if self._gloo is None:
             return
-        # First, so that a second call finds nothing to do, also where this one fails.
+        # First, so a second call has nothing to do even if this one fails.
         self._gloo = None
-        # No rank waits for another one here: each has mapped the memory for itself.
+        # Not collective: each rank has its own mapping of the memory.
         self.checked_barrier.leave()
         if self._worker.close(self._timeout.total_seconds()):
             self._free_memory()
@@ -112,7 +108,7 @@ _CPU = torch.device("cpu")
 
 def register() -> None:
     """Registers the backend under its name, "node"."""
-    # To others torch attaches a recorder, backend by backend; a group of ours has none but itself.
+    # Otherwise torch attaches a recorder to the group's C++ backends, and this group has none.
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(ProcessGroupNode.backend)
     dist.Backend.register_backend(
@@ -121,23 +117,22 @@ def register() -> None:
 
 
 def _create(options: Any, unused: object) -> ProcessGroupNode:
-    """Makes torch.distributed's default group, or one of `new_group`'s (members only)."""
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return ProcessGroupNode.open(options.store, options.group_rank, ranks, options.timeout)
 
 
-# For each gloo group the group that reduces in its place; None where no memory can be shared.
+# By gloo group, the node group that reduces in its place; None if no ranks share memory.
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupNode | None] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns the group through which the ranks of `group` reduce CPU tensors.
+    """Returns the group through which the ranks of `group` reduce CPU tensors. Collective.
 
-    A node group of the same ranks, opened at the first call and closed with `group`, if that is a
-    gloo group and two of its ranks share a machine's memory, or if it has one rank; else `group`
-    itself. torch.distributed does not list it. Collective.
+    If `group` is a gloo group with one rank, or with two ranks that share memory, this is a node
+    group of the same ranks, otherwise `group` itself. The node group is opened at the first call
+    and closed with `group`; torch.distributed does not list it.
     """
     if (
         not SEMAPHORES_AVAILABLE
@@ -152,7 +147,7 @@ def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def abandon_beside(group: dist.ProcessGroup) -> None:
-    """Ends what is under way in the group that `shared_memory_beside` has opened, if it has."""
+    """Fails operations in flight in the group that `shared_memory_beside` opened, if it did."""
     if (beside := _beside.pop(group, None)) is not None:
         beside.abandon()
 
@@ -160,14 +155,14 @@ def abandon_beside(group: dist.ProcessGroup) -> None:
 def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
     everyone = GlooTransport(store_beside(group), group.rank(), ranks, timeout)
-    # A reference to gloo's group would keep its threads.
+    # Weak, since a strong reference to the gloo group would keep its threads alive.
     opened = ProcessGroupNode(everyone, timeout, weakref.ref(group))
-    # Between machines a wait for a lost rank might not end, nor could its thread be.
+    # Across machines, a wait for a lost rank might never end, and its thread could not be ended.
     left_behind = may_be_left_behind() and opened.machines > 1
     if (not opened.shares_memory and group.size() > 1) or left_behind:
         opened.shutdown()
         return None
-    # Not at exit: closing waits for what is under way, and other ranks may wait for this one.
+    # Not at exit: closing waits for operations in flight, while other ranks may wait for this one.
     weakref.finalize(group, opened.shutdown).atexit = False
     return opened
 

@@ -4,7 +4,7 @@ import argparse
 
 
 def make_parser(module: str, text: str | None) -> argparse.ArgumentParser:
-    """Makes the command line of `python -m module`, whose help begins with its docstring."""
+    """Makes the parser of `python -m module`, whose help begins with `text`."""
     return argparse.ArgumentParser(
         prog=f"python -m {module}",
         description=text,

@@ -1,4 +1,4 @@
-"""Costs of a training step by the number of ranks: a model and its fit, arithmetic alone.
+"""The cost model of a training step by the number of ranks, and its fit to measurements.
 
 `python -m benchmarks.cost_model --help` describes the model.
 """
@@ -15,12 +15,12 @@ from ddp_from_scratch.core.layout import assign, bucket_caps
 
 @dataclass(frozen=True)
 class Terms:
-    """Parts of an all-reduce, on the rank that does most.
+    """Parts of an all-reduce on the rank that does most.
 
     Attributes:
-        messages: one after another.
-        sent: bytes, one after another.
-        added: bytes that are added to others.
+        messages: the number of sequential messages.
+        sent: the number of bytes sent sequentially.
+        added: the number of bytes added to others.
     """
 
     messages: float
@@ -38,11 +38,11 @@ class Terms:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks, or two hosts.
+    """A connection between two ranks or two hosts.
 
     Attributes:
-        alpha: seconds a message, however small.
-        beta: seconds a byte.
+        alpha: seconds per message, however small.
+        beta: seconds per byte.
         gamma: seconds to add a byte to another.
     """
 
@@ -51,7 +51,7 @@ class Link:
     gamma: float
 
     def seconds(self, terms: Terms) -> float:
-        """Time of an all-reduce over this link."""
+        """Returns the time of an all-reduce over this link."""
         return terms.messages * self.alpha + terms.sent * self.beta + terms.added * self.gamma
 
 
@@ -64,8 +64,8 @@ def ring(ranks: int, nbytes: float) -> Terms:
 def halving_doubling(ranks: int, nbytes: float) -> Terms:
     """Recursive halving, then recursive doubling (Rabenseifner).
 
-    Where n is no power of two the ranks beyond hand their elements to others first and get the
-    result last: two messages of B more.
+    If n is not a power of two, the extra ranks first send their elements to others and receive the
+    result last, which adds two messages of all bytes.
     """
     whole = 2 ** (ranks.bit_length() - 1)
     part = (whole - 1) / whole * nbytes
@@ -75,15 +75,15 @@ def halving_doubling(ranks: int, nbytes: float) -> Terms:
 
 def tree(ranks: int, nbytes: float) -> Terms:
     """A binomial tree to one rank, and back."""
-    # Each round sends the whole tensor: good for small ones, where messages count.
+    # Each round sends the whole tensor, which suits small ones, whose messages dominate.
     rounds = (ranks - 1).bit_length()
     return Terms(2 * rounds, 2 * rounds * nbytes, rounds * nbytes)
 
 
 def shared_memory(ranks: int, nbytes: float) -> Terms:
-    """This library's mpi backend on one machine, for a tensor that is not in shared memory.
+    """This library's mpi backend on one machine, for a tensor outside of shared memory.
 
-    A megabyte at a time: copy in, meet, each rank adds its 1/n of everybody's, meet, copy out.
+    For each megabyte, the ranks copy it in, meet, add 1/n of it each, meet, and copy it out.
     Messages are the rounds of the meetings' dissemination barriers.
     """
     if ranks == 1:
@@ -94,32 +94,32 @@ def shared_memory(ranks: int, nbytes: float) -> Terms:
 
 
 def hierarchical(hosts: int, per_host: int, nbytes: float, within: Link, across: Link) -> float:
-    """Seconds of an all-reduce that crosses the wire once for each host, not for each rank.
+    """Returns the seconds of an all-reduce that crosses the wire once per host, not per rank.
 
-    1. Reduce-scatter in each host: its p ranks hold 1/p of the host's sum each.
-    2. A ring over the hosts for each of the p parts, at a time and through the host's one wire.
-    3. All-gather in each host.
+    1. Reduce-scatter within each host, so each of its p ranks holds 1/p of the host's sum.
+    2. A ring over the hosts for each of the p parts, all at once over the host's one wire.
+    3. All-gather within each host.
     """
     in_host = within.seconds(ring(per_host, nbytes))
     part = ring(hosts, nbytes / per_host)
-    # The parts share one wire: their bytes add up there, their messages are at the same time.
+    # The parts share one wire, so their bytes add up; their messages overlap.
     shared = Terms(part.messages, part.sent * per_host, part.added)
     return in_host + across.seconds(shared)
 
 
 def oversubscribed(ranks: int, cores: int) -> float:
-    """Factor by which everything takes longer where ranks share cores."""
+    """Returns the factor by which everything takes longer if ranks share cores."""
     return max(1.0, ranks / cores)
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray:
-    """Coefficients, 0 or more, of the least squares of relative errors.
+    """Returns non-negative coefficients with the least squares of relative errors.
 
-    With few coefficients every set of them that may be zero is tried.
+    With so few coefficients, it tries every set of them that may be zero.
 
     Args:
-        rows: for each measurement, how often each coefficient counts.
-        seconds: measured.
+        rows: by measurement, how often each coefficient counts.
+        seconds: the measurements.
 
     Raises:
         ValueError: fewer measurements than coefficients, or one that took no time.
@@ -130,9 +130,9 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray
             f"the fit needs at least as many measurements as coefficients, all longer than 0 s; "
             f"got a table of shape {design.shape}"
         )
-    # Relative, or the largest measurements alone would decide.
+    # Relative, since otherwise only the largest measurements would count.
     relative = design / measured[:, None]
-    # Columns of like size, or the smallest coefficients are lost to rounding.
+    # Columns of similar size, since rounding would lose the smallest coefficients.
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0
     best, least = np.zeros(design.shape[1]), np.inf
@@ -152,8 +152,8 @@ class Errors:
     """Relative errors of predictions, |predicted / measured - 1|.
 
     Attributes:
-        count: of measurements.
-        median, worst: as shares, 0.1 is ten percent.
+        count: the number of measurements.
+        median, worst: as fractions; 0.1 is ten percent.
     """
 
     count: int
@@ -162,7 +162,6 @@ class Errors:
 
     @staticmethod
     def of(predicted: Sequence[float], measured: Sequence[float]) -> "Errors":
-        """Errors of predictions and measurements in the same order."""
         if not measured:
             return Errors(0, math.nan, math.nan)
         off = np.abs(np.array(predicted) / np.array(measured) - 1)
@@ -176,7 +175,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of equal layers, Linear(width, width), and the batch of each rank."""
+    """A model of equal layers, Linear(width, width), and each rank's batch size."""
 
     layers: int
     width: int
@@ -184,11 +183,10 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Their number."""
         return self.layers * self.width * (self.width + 1)
 
     def buckets(self) -> list[int]:
-        """Bytes of each bucket of a Reducer with its default caps."""
+        """Returns the bytes of each bucket of a Reducer with default caps."""
         gradients = [
             (4 * numel, "float32")
             for _ in range(self.layers)
@@ -200,14 +198,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one run of scaling.py; times in seconds.
+    """Measurements of one run of scaling.py; times are in seconds.
 
     Attributes:
-        ranks, cores: of the run.
-        all_reduce: by bytes.
-        add: by bytes, of adding them to others.
-        alone: steps without communication.
-        averaged: steps with a Reducer.
+        ranks, cores: their numbers in the run.
+        all_reduce: times of all-reduces, by bytes.
+        add: times of additions, by bytes.
+        alone: times of steps without communication.
+        averaged: times of steps with a Reducer.
     """
 
     ranks: int
@@ -227,9 +225,9 @@ class Model:
     """The model fitted to one backend's runs.
 
     Attributes:
-        link: of the backend's all-reduce.
-        compute: seconds for each sample x parameter, parameter, layer.
-        errors: by group of measurements that were held out.
+        link: the backend's all-reduce.
+        compute: seconds per sample x parameter, per parameter, and per layer.
+        errors: by group of held-out measurements.
     """
 
     link: Link
@@ -237,19 +235,18 @@ class Model:
     errors: dict[str, Errors]
 
     def compute_seconds(self, samples: float, parameters: float, layers: float) -> float:
-        """A step of one rank by itself."""
+        """Returns the time of a step without communication."""
         per_sample, per_parameter, per_layer = self.compute
         return parameters * (samples * per_sample + per_parameter) + layers * per_layer
 
 
 def held_out(position: int) -> bool:
-    """True for every third, which is not fitted, but predicted."""
-    # Spread over the sizes, small and large.
+    """True for every third measurement, which is predicted instead of fitted."""
     return position % 3 == 1
 
 
 def fit_model(runs: Sequence[Measured], algorithm: Algorithm, most: int = 4) -> Model:
-    """Fits to runs of up to `most` ranks, less every third measurement, and predicts the rest.
+    """Fits runs of up to `most` ranks, without every third measurement, and predicts the rest.
 
     Raises:
         ValueError: too few measurements.
@@ -257,7 +254,7 @@ def fit_model(runs: Sequence[Measured], algorithm: Algorithm, most: int = 4) -> 
     fitted_terms, held_terms = [], []  # (group, row, seconds)
     fitted_steps, held_steps = [], []
     for run in runs:
-        # A factor on every row: coefficients are those of a rank with a core of its own.
+        # Scales every row, so the coefficients are those of a rank with its own core.
         slower = oversubscribed(run.ranks, run.cores)
         beyond = run.ranks > most
         group = f"{run.ranks} ranks" if beyond else "held-out sizes"
@@ -283,7 +280,7 @@ def fit_model(runs: Sequence[Measured], algorithm: Algorithm, most: int = 4) -> 
         *((entry, compute) for entry in held_steps),
     ]:
         pairs.setdefault(group, []).append((float(np.dot(row, coefficients)), seconds))
-    for run in runs:  # none of these was fitted
+    for run in runs:  # averaged steps, which are never fitted
         slower = oversubscribed(run.ranks, run.cores)
         for shape, seconds in run.averaged.items():
             terms = sum((algorithm(run.ranks, b) for b in shape.buckets()), Terms(0, 0, 0))

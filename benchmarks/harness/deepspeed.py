@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 NAME = "DeepSpeed"
-# The vector instructions that its sums need: 1 is AVX2, 2 AVX-512. It has none for other dtypes.
+# The vector instructions that its sums need: 1 is AVX2, 2 is AVX-512. It sums no other dtypes.
 _LEVEL = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 2}
-_BYTES_OF_RANK = 70 * 2**20  # more than the memory that a rank allocates in /dev/shm
+_BYTES_OF_RANK = 70 * 2**20  # more than a rank allocates in /dev/shm
 
 
 def missing(ranks: int) -> str | None:
-    """Compiles it if that has not been done yet; the reason if it cannot be had."""
+    """Compiles DeepSpeed's part if necessary; returns the reason if it is unavailable."""
     if importlib.util.find_spec("deepspeed") is None:
         return "deepspeed is not installed"
     if shutil.disk_usage("/dev/shm").free < ranks * _BYTES_OF_RANK:
@@ -30,22 +30,22 @@ def missing(ranks: int) -> str | None:
 
 
 def _load() -> Any:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for GPUs, and say so
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise it looks for GPUs and logs that
     builder = importlib.import_module("deepspeed.ops.op_builder.cpu").ShareMemCommBuilder()
     return builder.load(verbose=False)
 
 
 class SharedMemory:
-    """The memory of the default group's ranks, which are on one machine. Made on all at once.
+    """The memory of the default group's ranks, which share a machine. Collective.
 
     Raises:
-        RuntimeError: it does not sum.
+        RuntimeError: its all-reduce gives a wrong sum.
     """
 
     def __init__(self) -> None:
         size, rank, module = dist.get_world_size(), dist.get_rank(), _load()
         self._level = module.vector_kernel_level()
-        # A name that no other job has, nor one that has been killed.
+        # A name that no other job uses, nor a killed one used.
         job = torch.tensor(os.getpid())
         dist.broadcast(job, 0)
         names = {
@@ -60,7 +60,7 @@ class SharedMemory:
             os.environ.pop(name)
             os.environ.update({name: before[name]} if name in before else {})
         dist.barrier()
-        # All have it open: without its name it ends with its ranks.
+        # All ranks have opened the memory. Without its name it is freed when they end.
         name = f"deepspeed_allreduce_buffer_{os.getuid()}_allreduce_{job.item()}_{rank}"
         Path("/dev/shm", name).unlink()
         ones = torch.ones(1024)
@@ -74,6 +74,5 @@ class SharedMemory:
         return dtype in _LEVEL and self._level >= _LEVEL[dtype]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums in place."""
         summed: torch.Tensor = torch.ops.deepspeed.inference_all_reduce_(tensor)
         return summed

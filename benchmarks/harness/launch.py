@@ -1,4 +1,4 @@
-"""Launch of a benchmark's ranks, and the options that benchmarks share."""
+"""Options that benchmarks share."""
 
 import argparse
 import math
@@ -20,13 +20,13 @@ def add_common_options(
     models: Sequence[str],
     backends: Sequence[str] = (*ON_CPU, "nccl"),
 ) -> None:
-    """--backend, --model and --results.
+    """Adds --backend, --model and --results.
 
     Args:
-        parser: gets them.
-        models: the default ones.
-        backends: that can be chosen. By default nccl where it is one and there is a GPU, else
-            those on a CPU.
+        parser: gets the options.
+        models: the default of --model.
+        backends: the choices of --backend. Its default is nccl if that is a choice and there is a
+            GPU, otherwise the choices on a CPU.
     """
     on_gpu = "nccl" in backends and torch.cuda.is_available()
     default = ["nccl"] if on_gpu else [name for name in ON_CPU if name in backends]
@@ -49,7 +49,7 @@ def add_common_options(
 
 
 def add_results_option(parser: argparse.ArgumentParser) -> None:
-    """--results, which every benchmark of the set has."""
+    """Adds --results, which every benchmark of the set has."""
     parser.add_argument(
         "--results",
         type=Path,
@@ -61,7 +61,7 @@ def add_results_option(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds for which a benchmark takes steps of a model on a backend, after warm-up.
+    """Seconds for which a benchmark times steps of a model on a backend, after warm-up.
 
     Attributes:
         usual: without an option.
@@ -71,16 +71,15 @@ class Duration:
 
     usual: float
     full: float
-    # Of steps, after warm-up: a slower model gets fewer rounds and not a longer run.
     quick: float = 3.0
 
     def add_options(self, parser: argparse.ArgumentParser, quick: str, full: str) -> None:
-        """--rounds, --seconds, --quick and --full.
+        """Adds --rounds, --seconds, --quick and --full.
 
         Args:
-            parser: gets them.
-            quick: what --quick takes beside its seconds,
-            full: and --full.
+            parser: gets the options.
+            quick: what --quick selects, besides its seconds.
+            full: what --full selects, besides its seconds.
         """
         parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
         parser.add_argument(
@@ -97,7 +96,7 @@ class Duration:
         """Fills in --seconds.
 
         Raises:
-            UsageError: it, or --rounds, is out of its range.
+            UsageError: --seconds or --rounds is out of range.
         """
         if options.seconds is None:
             way = self.quick if options.quick else self.full if options.full else self.usual
@@ -109,10 +108,10 @@ class Duration:
 
 
 def backend_of_job(options: argparse.Namespace) -> str:
-    """In a rank: the one backend that it was started for.
+    """Returns the backend for which this rank was started.
 
     Raises:
-        UsageError: another launcher started it, without saying which.
+        UsageError: another launcher started it without a single --backend.
     """
     if len(options.backend) != 1:
         raise UsageError(f"under a launcher --backend takes one, got {' '.join(options.backend)}")

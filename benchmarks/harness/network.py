@@ -5,9 +5,9 @@
     |  ranks   lo   [wire]--|--tbf--|--[wire]   lo   ranks  |
     +-----------------------+  tbf  +-----------------------+
 
-Each host has a loopback of its own; bytes to the other host pass the wire, a veth pair.
-A token bucket (`tc-tbf`) at each end lets it out at the wire's speed, both ways at a time. The
-processor and the memory are shared: two hosts of this kind compute half as fast as real ones.
+Each host has its own loopback; bytes to the other host cross the wire, a veth pair. A token bucket
+(`tc-tbf`) at each end limits the speed in each direction. The hosts share the processor and the
+memory, so they compute half as fast as real ones.
 """
 
 import os
@@ -29,12 +29,12 @@ from ddp_from_scratch.launch.environment import mpirun_command, rank_environment
 
 INTERFACE = "wire"
 _COUNTERS = Path(f"/sys/class/net/{INTERFACE}/statistics")
-_NAME = re.compile(r"ddp-(\d+)-[01]")  # of a namespace: ddp-<who made it>-<number>
+_NAME = re.compile(r"ddp-(\d+)-[01]")  # of a namespace: ddp-<pid of its maker>-<number>
 
-# One connection, Open MPI's default, carries both directions and sends in one at a time.
+# A single connection, Open MPI's default, sends in only one direction at a time.
 _MPI_LINKS = "2"
 
-# torch warns that these addresses have no names.
+# Silences torch's warning that these addresses have no names.
 _QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
@@ -46,30 +46,30 @@ class Host:
     address: str
 
     def command(self, *command: str) -> list[str]:
-        """A command line that runs `command` on this host."""
+        """Returns a command line that runs `command` on this host."""
         return ["ip", "netns", "exec", self.name, *command]
 
     def named_command(self, *command: str) -> list[str]:
-        """As `command`, where the host's name is its address, which needs no name server."""
+        """Also sets the host's name to its address, which needs no name server."""
         rename = 'hostname "$0" && exec "$@"'
         return self.command("unshare", "--uts", "sh", "-c", rename, self.address, *command)
 
     def sent_bytes(self) -> int:
-        """Bytes that have left through this host's end of the wire so far, headers and all."""
+        """Returns the bytes that this host has sent over the wire so far, including headers."""
         return int(_run(*self.command("cat", str(_COUNTERS / "tx_bytes"))))
 
 
 def crossed_bytes() -> tuple[int, int]:
-    """Bytes sent and received through the wire so far, headers and all; called on a host."""
+    """On a host, returns the bytes sent and received over the wire so far, including headers."""
     sent, received = ((_COUNTERS / f"{way}_bytes").read_text() for way in ("tx", "rx"))
     return int(sent), int(received)
 
 
 def missing(*tools: str) -> str | None:
-    """The reason that this machine cannot have such hosts, or None.
+    """Returns the reason why this machine cannot have such hosts, or None.
 
     Args:
-        tools: commands that are needed beside `ip`.
+        tools: commands that are needed besides `ip`.
     """
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
@@ -78,7 +78,7 @@ def missing(*tools: str) -> str | None:
     for tool in ("ip", *tools):
         if shutil.which(tool) is None:
             return f"needs the {tool} command (Debian: apt install iproute2 util-linux)"
-    # Root in a container may still lack the right: only trying tells.
+    # Root in a container may still lack the permission, so try it.
     name = f"ddp-try-{os.getpid()}"
     for action in ("add", "delete"):
         done = subprocess.run(["ip", "netns", action, name], capture_output=True, text=True)
@@ -88,16 +88,16 @@ def missing(*tools: str) -> str | None:
 
 
 def check_available(backends: Sequence[str]) -> None:
-    """Raises where this machine cannot have two hosts, or Open MPI cannot span them.
+    """Checks that this machine can have two hosts, and that Open MPI can span them.
 
     Raises:
-        UsageError: it names what is missing.
+        UsageError: something is missing, which the text names.
     """
     why = missing("tc", *(["unshare"] if "mpi" in backends else []))
     if why is not None:
         raise UsageError(f"two hosts on one machine: {why}")
     if "mpi" in backends:
-        mpirun_command(1, [])  # raises where there is no mpirun, also none beside this Python
+        mpirun_command(1, [])  # raises if there is no mpirun
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
     """Makes the hosts, and removes them with every process on them.
 
     Args:
-        gbit: the wire's speed in Gbit/s, each way; None leaves it as fast as it is.
+        gbit: the wire's speed in Gbit/s in each direction; None means no limit.
 
     Raises:
         RuntimeError: `ip` or `tc` failed.
@@ -124,7 +124,7 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
             _run(*at, "link", "set", "lo", "up")
             _run(*at, "link", "set", INTERFACE, "up")
             if gbit is not None:
-                # Bytes that may leave at once: enough for a timer that is late by a millisecond.
+                # The bytes that may leave at once cover a timer that is a millisecond late.
                 burst = max(256 * 1024, int(gbit * 1e9 / 8 * 1e-3))
                 bucket = ["rate", f"{gbit:g}gbit", "burst", str(burst), "latency", "50ms"]
                 _run("tc", "-n", host.name, "qdisc", "add", "dev", INTERFACE, "root", "tbf",
@@ -138,24 +138,24 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
 def run_ranks(
     hosts: Sequence[Host], per_host: int, backend: str, command: Sequence[str], port: int = 29500
 ) -> int:
-    """Runs `command` as so many ranks on each host; the first that fails ends all.
+    """Runs `command` on `per_host` ranks of each host; the first failure ends all of them.
 
-    Ctrl-C and SIGTERM end them, too: call it under `stoppable`.
+    Call it under `stoppable`, so that Ctrl-C and SIGTERM end them, too.
 
     Args:
-        hosts: in the order of ranks.
+        hosts: in rank order.
         per_host: ranks on each host.
-        backend: "gloo", whose ranks meet at a port of the first host, or "mpi", with Open MPI's
+        backend: "gloo", with a rendezvous at a port of the first host, or "mpi", with Open MPI's
             mpirun on the first host and its daemon on the others.
         command: program and arguments.
-        port: of the meeting.
+        port: of the rendezvous.
 
     Returns:
-        The exit code: 0, or that of the first process that failed, 128 + N after signal N.
+        The exit code: 0, or that of the first process that failed; 128 + N after signal N.
     """
     if backend != "mpi":
         counts = [per_host] * len(hosts)
-        # The link's address: the ranks meet, and then talk, across the wire.
+        # The wire's address makes the ranks meet, and then communicate, over the wire.
         meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port), **_QUIET}
         return _run_together(
             (host.command(*command), meeting | rank)
@@ -167,7 +167,7 @@ def run_ranks(
         agent.write_text(_agent(hosts))
         agent.chmod(0o700)
         settings = {
-            # Fixed, so that no other transport goes round the wire.
+            # Fixed, so that no other transport bypasses the wire.
             "pml": "ob1",
             "btl": "self,sm,tcp",  # sm within a host
             "btl_tcp_if_include": INTERFACE,
@@ -179,7 +179,7 @@ def run_ranks(
         for name, value in settings.items():
             options += ["--mca", name, value]
         (mpirun, *of_one_machine), environ = mpirun_command(len(hosts) * per_host, command)
-        # Settings for one machine would win over these options.
+        # Settings for one machine would override these options.
         environ = {name: value for name, value in environ.items() if "OMPI_MCA" not in name}
         environ |= _QUIET
         for name in ("PATH", "PYTHONPATH", *_QUIET):
@@ -191,7 +191,7 @@ def run_ranks(
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Lets SIGTERM unwind as Ctrl-C does, so that nothing is left behind."""
+    """Makes SIGTERM unwind like Ctrl-C, so that nothing is left behind."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -204,7 +204,7 @@ def stoppable() -> Iterator[None]:
 
 
 def _agent(hosts: Sequence[Host]) -> str:
-    """The script that Open MPI calls in place of ssh: `agent HOST COMMAND...`, for a shell."""
+    """Returns the shell script that Open MPI runs instead of ssh: `agent HOST COMMAND...`."""
     cases = [
         f'{host.address}) exec {shlex.join(host.named_command("sh", "-c"))} "$*" ;;'
         for host in hosts
@@ -216,7 +216,7 @@ def _run_together(started: Iterable[tuple[list[str], Mapping[str, str]]]) -> int
     children: list[subprocess.Popen[bytes]] = []
     try:
         for command, environ in started:
-            # In a session of its own: Ctrl-C reaches it through `finally`.
+            # In its own session, so Ctrl-C reaches it only through `finally`.
             child = subprocess.Popen(
                 command,
                 env=os.environ | environ,
@@ -237,7 +237,7 @@ def _run_together(started: Iterable[tuple[list[str], Mapping[str, str]]]) -> int
 
 
 def _end(children: Sequence["subprocess.Popen[bytes]"]) -> None:
-    # mpirun ends its daemons and their ranks on SIGTERM; after SIGKILL they would stay.
+    # On SIGTERM, mpirun ends its daemons and their ranks; after SIGKILL they would stay.
     for number, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
         for child in children:
             if child.poll() is None:
@@ -248,7 +248,7 @@ def _end(children: Sequence["subprocess.Popen[bytes]"]) -> None:
 
 
 def _remove(name: str) -> None:
-    """A namespace and all processes in it; the wire goes with it. Idempotent."""
+    """Removes a namespace, its processes and the wire. Idempotent."""
     listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
     for pid in listed.stdout.split():
         with suppress(ProcessLookupError):
@@ -257,7 +257,7 @@ def _remove(name: str) -> None:
 
 
 def _remove_forgotten() -> None:
-    """Hosts whose maker was killed before it could remove them."""
+    """Removes hosts whose maker was killed before it could remove them."""
     for line in _run("ip", "netns", "list").splitlines():
         found = _NAME.match(line)
         if found and not Path(f"/proc/{found[1]}").exists():

@@ -9,16 +9,16 @@ from typing import Any
 
 try:
     import matplotlib
-except ImportError:  # numbers are worth having where nothing can be installed
+except ImportError:  # numbers are useful without pictures
     pyplot = None
 else:
-    matplotlib.use("Agg")  # before pyplot, which looks for a screen otherwise
+    matplotlib.use("Agg")  # before pyplot, which otherwise looks for a screen
     from matplotlib import pyplot
 
     pyplot.style.use(Path(__file__).with_name("pictures.mplstyle"))
 
 RESULTS = Path(__file__).parents[1] / "results"
-# Told apart also by who sees no red or green, and in print.
+# Distinct for colour-blind readers, and in print.
 COLOURS = {"torch": "#d55e00", "reference": "#9a9a9a", "ours": "#0072b2"}
 _LEGEND = ("torch", "no communication", "this library")
 _LIMIT = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 13}
@@ -35,7 +35,7 @@ def draw_lines(
     ticks: Sequence[float] = (),
     folder: Path | None = None,
 ) -> None:
-    """A picture with one line for each entry of `lines`.
+    """Draws a picture with one line per entry of `lines`.
 
     Args:
         name: of the file.
@@ -72,8 +72,8 @@ class Bar:
         quartiles: low, middle, high. The bar ends at the middle.
         kind: "reference", "torch" or "ours", which chooses its colour.
         label: written at its end.
-        limit: the least value that it could have, marked across it.
-        apart: leaves space before it, where a group begins.
+        limit: the least possible value, marked across the bar.
+        apart: True if a group begins here, which leaves space before the bar.
     """
 
     name: str
@@ -93,7 +93,7 @@ def draw_bars(
     limit: str = "",
     folder: Path | None = None,
 ) -> None:
-    """A picture with a panel for each entry of `panels`, and in it a bar for each contender.
+    """Draws a picture with a panel per entry of `panels`, and a bar per contender.
 
     Args:
         name: of the file.
@@ -117,7 +117,6 @@ def draw_bars(
         _draw_panel(plot, panel, bars)
     plots.flat[-1].set_xlabel(label)
     figure.suptitle(title, x=0.01, ha="left")
-    # The three colours, once for all panels.
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     marks = [pyplot.Line2D([], [], **_LIMIT)] if limit else []
     names = [*_LEGEND, limit] if limit else _LEGEND
@@ -131,7 +130,6 @@ def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
         [bar.quartiles[1] - bar.quartiles[0] for bar in bars],
         [bar.quartiles[2] - bar.quartiles[1] for bar in bars],
     ]
-    # A group begins half a bar lower.
     places = [place + sum(bar.apart for bar in bars[: place + 1]) / 2 for place in range(len(bars))]
     colours = [COLOURS[bar.kind] for bar in bars]
     plot.barh(places, middles, xerr=errors, color=colours, error_kw={"linewidth": 0.8})
@@ -142,7 +140,7 @@ def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
         plot.plot(*zip(*limits, strict=True), **_LIMIT)
     most = max(bar.quartiles[2] for bar in bars)
     for place, bar in zip(places, bars, strict=True):
-        # Behind the line of the quartiles, which would cross it.
+        # To the right of the quartiles' line, which would cross the label.
         plot.text(bar.quartiles[2] + 0.01 * most, place, bar.label, va="center", fontsize=8)
     plot.set_xlim(0, 1.1 * most)
     plot.set_yticks(places, [bar.name for bar in bars], fontsize=8)
@@ -160,13 +158,13 @@ def draw_parts(
     *,
     folder: Path | None = None,
 ) -> None:
-    """A picture with a bar for each contender, made of its parts.
+    """Draws a picture with a bar per contender, made of its parts.
 
     Args:
         name: of the file.
         title: above it.
         label: of the parts' axis.
-        bars: by contender, and in it by part, in one order.
+        bars: by contender, then by part; parts are in the same order.
         folder: where to; None means `RESULTS`.
     """
     if pyplot is None:
@@ -190,7 +188,7 @@ def _save(name: str, figure: Any, folder: Path | None) -> None:
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
-    # Without the version of matplotlib: the same numbers give the same file.
+    # Without matplotlib's version, so the same numbers give the same file.
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
     print(f"drawn to {os.path.relpath(path)}", flush=True)
@@ -202,14 +200,14 @@ def draw_progress(
     lines: Mapping[str, tuple[Sequence[tuple[float, int]], Sequence[float]]],
     folder: Path,
 ) -> None:
-    """A picture of how far and how fast runs are by the clock, and when they lost ranks.
+    """Draws the progress and the speed of runs over time, and when they lost ranks.
 
     Args:
         name: of the file.
-        title: above it.
+        title: above the picture.
         lines: by label, the seconds and numbers of epochs, and the seconds of losses. The first is
             this library's.
-        folder: where to.
+        folder: the destination.
     """
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
@@ -221,7 +219,7 @@ def draw_progress(
         far.plot(seconds, done, color=colour, label=label)
         at = [max((epoch for when, epoch in epochs if when <= loss), default=0) for loss in losses]
         far.plot(losses, at, "x", color=colour)
-        # An epoch that is run again, from a checkpoint, counts again: it is as fast.
+        # An epoch that is repeated from a checkpoint counts again, since this is the speed.
         in_each = Counter(int(second) for second in seconds)
         whole = range(int(seconds[-1]))
         fast.step(whole, [in_each[second] for second in whole], where="post", color=colour)

@@ -21,11 +21,10 @@ BF16, POWER_SGD = "Reducer, bf16", "Reducer, PowerSGD rank 4"
 TORCH_POWER_SGD = "torch DDP, PowerSGD rank 4"
 COMPRESSED = (BF16, POWER_SGD, TORCH_POWER_SGD)
 
-# The module to call, and its optimizer.
 Training = tuple[nn.Module, torch.optim.Optimizer]
 
-# A small step: after some steps of ResNet-18 that are ten times as large, 4 ranks are 2 % of the
-# way apart for the order of float32 sums alone, torch's DDP with other buckets from itself as well.
+# Small, since with ten times this learning rate the order of float32 sums alone moves 4 ranks of
+# ResNet-18 2 % of the way apart in some steps. The same holds for torch's DDP with other buckets.
 _LR, _MOMENTUM = 1e-4, 0.9
 
 
@@ -36,7 +35,7 @@ def contenders(
     powers: ddp.power_sgd.PowerSGDState,
     caps: Sequence[float] = (),
 ) -> list[Contender]:
-    """Every contender, with equal parameters and, on this rank, an equal batch."""
+    """Makes every contender, with equal parameters and, on this rank, the same batch."""
 
     def reduced(trained: nn.Module, cap: float | None = None) -> ddp.Reducer:
         ddp.broadcast_parameters(trained)
@@ -90,7 +89,7 @@ def contenders(
         ways[f"Reducer, {cap:g} MB buckets"] = partial(reducer, cap=cap)
         ways[f"{SGD}, {cap:g} MB buckets"] = partial(flat_sgd, cap=cap)
         ways[f"{BF16}, {cap:g} MB buckets"] = partial(bf16, cap=cap)
-    if backend == "gloo":  # its callbacks call collectives, which mpi does not put in order
+    if backend == "gloo":  # its callbacks call collectives, which mpi does not order
         ways[TORCH_POWER_SGD] = torch_power_sgd
     return [_contender(name, model, prepare, batch) for name, prepare in ways.items()]
 
@@ -124,10 +123,10 @@ def _contender(
 def until_first_bucket(
     model: Callable[[], nn.Module], batch: tuple[torch.Tensor, torch.Tensor], rounds: int = 10
 ) -> float:
-    """Milliseconds from the start of a step until its first bucket could be sent. Collective.
+    """Returns the ms from a step's start until its first bucket could be sent. Collective.
 
-    Nothing is sent: the comm hook notes the time and gives the bucket back as it is. Median over
-    rounds, of the slowest rank.
+    The comm hook sends nothing; it notes the time and returns the bucket unchanged. The result is
+    the median over rounds of the slowest rank.
     """
     found: list[float] = []
 
@@ -142,7 +141,7 @@ def until_first_bucket(
     trained, began = model(), [0.0]
     reducer = ddp.Reducer(trained, gradient_as_bucket_view=True)
     reducer.register_comm_hook(began, note)
-    # The first rounds lay buckets out anew, so their first bucket is another one.
+    # The first rounds rebuild the buckets, so their first bucket differs.
     for _ in range(WARM_UP + rounds):
         trained.zero_grad()
         dist.barrier()
@@ -155,14 +154,14 @@ def until_first_bucket(
 
 
 def check_alike(compared: Sequence[Contender], model: Callable[[], nn.Module]) -> None:
-    """Refuses to compare contenders that did not compute the same. Collective.
+    """Checks that the contenders computed the same. Collective.
 
-    Each contender's parameters must be equal over ranks to the bit. Those in full precision may be
-    a twentieth of the way that training has gone apart: sums differ in their order, and rounding
-    grows from step to step. Compressed ones have gone another way.
+    Each contender's parameters must be bit-identical over ranks. Contenders in full precision may
+    differ by a twentieth of the distance that training moved them, since their sums differ in order
+    and rounding errors grow. Compressed contenders are not compared with others.
 
     Raises:
-        RuntimeError: they are not.
+        RuntimeError: a check failed.
     """
     synchronised = [c for c in compared if c.name != NO_COMMUNICATION]
     for contender in synchronised:

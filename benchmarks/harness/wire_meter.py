@@ -1,4 +1,4 @@
-"""Meter of the wire between two hosts: counts bytes, and refuses those that took another way."""
+"""Counts the bytes on the wire between two hosts, and rejects results that bypassed it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,13 +18,12 @@ class Result:
 
     Attributes:
         name: the contender's.
-        milliseconds: of the slowest rank, round by round.
-        must_cross: bytes that each host must send in a step; None where that is not known.
-        sent: bytes that left each host in a step, by the counter of its interface: one list a
-            host, round by round.
-        bound: milliseconds that a step needs at least: by the wire and the time until the first
-            bucket is ready, or, `with_computing`, where that is more, by what it takes without
-            communication. None where `must_cross` is.
+        milliseconds: of the slowest rank, by round.
+        must_cross: bytes that each host must send in a step; None if unknown.
+        sent: by host and round, the bytes that the host sent, by the counter of its interface.
+        bound: the least milliseconds of a step: the time until the first bucket is ready plus that
+            on the wire or, `with_computing`, the time without communication if that is more. None
+            if `must_cross` is None.
     """
 
     name: str
@@ -35,38 +34,38 @@ class Result:
 
     @property
     def most_sent(self) -> float:
-        """Median bytes in a step of the host that sends more."""
+        """The median bytes per step of the host that sends more."""
         return max(float(np.median(of_host)) for of_host in self.sent)
 
     @property
     def over_bound(self) -> float | None:
-        """The median step as a multiple of the bound; None where nothing is known to cross."""
+        """The median step as a multiple of the bound; None if no bytes are known to cross."""
         if not self.bound or not self.must_cross:
             return None
         return float(np.median(self.milliseconds)) / self.bound
 
 
 def with_computing(results: Sequence[Result]) -> list[Result]:
-    """With bounds that are no less than the median step without communication. Idempotent.
+    """Raises bounds to at least the median step without communication. Idempotent.
 
-    On a fast wire that is what limits: no step sends its gradients without computing them.
+    On a fast wire, that is the limit, since every step computes its gradients.
     """
     (alone,) = (r.milliseconds for r in results if r.name == NO_COMMUNICATION)
-    # Measured in the same rounds as the others: the machine is as busy.
+    # From the same rounds as the others, with an equally busy machine.
     least = float(np.median(alone))
     return [r if r.bound is None else replace(r, bound=max(r.bound, least)) for r in results]
 
 
 def limit_ms(nbytes: float, gbit: float) -> float:
-    """Milliseconds that the wire needs for so many bytes, without headers."""
+    """Returns the milliseconds that the wire needs for `nbytes`, without headers."""
     return nbytes * 8 / (gbit * 1e9) * 1e3
 
 
 class Meter:
-    """Counts the bytes that leave through this host's end of the wire, step by step.
+    """Counts the bytes that this host sends over the wire in each step.
 
-    It reads before each step, when the ranks have met: then the bytes of the step before have all
-    arrived. (That counts their meeting in, some hundred bytes.)
+    It reads the counter after the barrier before each step, when all bytes of the last step have
+    arrived. The count includes the barrier, some hundred bytes.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class Meter:
         self._last, self._name = network.crossed_bytes()[0], ""
 
     def before(self, contender: Contender) -> Callable[[], None]:
-        """The contender's step, counted."""
+        """Returns the contender's step with a reading before it."""
 
         def step() -> None:
             self.read()
@@ -84,18 +83,18 @@ class Meter:
         return step
 
     def read(self) -> None:
-        """Attributes the bytes since the last reading to the step before."""
+        """Attributes the bytes since the last reading to the last step."""
         now = network.crossed_bytes()[0]
         self.sent.setdefault(self._name, []).append(now - self._last)
         self._last = now
 
 
 def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
-    """By contender, for each host what it sent in each timed step. Collective.
+    """Returns, by contender, the bytes that each host sent in each timed step. Collective.
 
     Args:
         meter: this rank's.
-        counts: True on the one rank that speaks for its host.
+        counts: True on one rank per host, whose meter counts.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, meter.sent if counts else None)
@@ -104,22 +103,21 @@ def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
 
 
 def check_crossed(results: list[Result], gbit: float) -> None:
-    """Refuses results that did not come through the wire.
+    """Rejects results that bypassed the wire.
 
     Raises:
-        RuntimeError: a host sent less than it must have, or faster than the wire lets it.
+        RuntimeError: a host sent less than it must, or faster than the wire allows.
     """
     for r in results:
         for host, sent in enumerate(r.sent):
             for milliseconds, nbytes in zip(r.milliseconds, sent, strict=True):
-                # Shared memory or loopback between the hosts would be a faster result, and a wrong
-                # one.
+                # Shared memory or loopback between the hosts would give a faster, wrong result.
                 if nbytes < (r.must_cross or 0):
                     raise RuntimeError(
                         f"{r.name} sent {nbytes:,} bytes from host {host} in a step, and "
                         f"{r.must_cross:,} must cross: it went round the wire"
                     )
-                # The token bucket lets its savings leave at once.
+                # The token bucket sends a burst at once.
                 if limit_ms(nbytes, gbit) > 1.02 * milliseconds + 10:
                     raise RuntimeError(
                         f"{r.name} sent {nbytes:,} bytes from host {host} in {milliseconds:.0f} "

@@ -1,20 +1,18 @@
-"""All-reduce among ranks that share memory, and across machines in shares.
+"""All-reduce over ranks that share memory, and across machines.
 
-A machine's ranks need no messages: each sums its share of everybody's elements and writes the sum
-back to everybody.
+The ranks of one machine need no messages. Each rank owns a share of the elements, sums that share
+over all ranks and writes the sum back to all of them.
 
     rank 0's elements   | a0 | b0 |  ->  | a0+a1 | b0+b1 |
     rank 1's elements   | a1 | b1 |  ->  | a0+a1 | b0+b1 |
                           ^    ^ rank 1's share
                           rank 0's share
 
-Several machines: each rank's share, summed on its machine, is all-reduced with the ranks that have
-the same share on the other machines. So every element crosses the network once for each machine,
-however many ranks it has.
+With several machines, each rank then all-reduces its share with the owners of the same share on the
+other machines. Every element crosses the network once per machine, however many ranks it has.
 
-A share's owner takes the sum in the order of ranks, and across machines in that of machines, so all
-ranks have the same bits. 16-bit floats are summed in float32 and rounded once. Only where a
-machine's sum goes to other machines it is rounded before, too, since it crosses in 16 bits.
+Sums are taken in rank order, and across machines in machine order, so all ranks get the same bits.
+16-bit floats are summed in float32 and rounded once, and once more before they cross the network.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,45 +26,44 @@ from ddp_from_scratch.backend.shared_memory import LASTING, Nodes
 from ddp_from_scratch.backend.stage import Stage, Windows
 from ddp_from_scratch.backend.transport import Transport
 
-# Bytes from which on tensors of several machines are summed by each machine before they cross.
+# With several machines, tensors of at least this many bytes are summed on each machine first.
 STAGED_FROM = 512 * 1024
 
-# Bytes of all ranks up to which each rank gets all messages and sums them by itself: with so few it
-# is the number of messages that takes time.
+# Up to this many bytes over all ranks, each rank receives every tensor and sums them itself: for
+# small tensors the number of messages sets the time.
 GATHERED = 64 * 1024
 
 Receive = Callable[[int, torch.Tensor], None]
 
 
 class AllReduce:
-    """all_reduce over a group: `prepare`, then a meeting at the barrier, then the call itself.
+    """Runs all_reduce over a group: `prepare`, a meeting at the barrier, then the call itself.
 
-    Four ways, the same on all ranks:
+    There are four algorithms; all ranks use the same one:
 
-    - eager: a small tensor is copied to the barrier's eager buffer, and each rank sums them all;
-    - in place: a larger one in shared memory (`Windows`), at the same place on all ranks;
-    - staged: any other goes through shared memory (`Stage`), a piece at a time;
-    - by messages: where no two ranks share memory, and small tensors of several machines.
+    - eager: each rank copies a small tensor to the barrier's eager buffer and sums all buffers;
+    - in place: a larger tensor lies in shared memory (`Windows`), at the same place on all ranks;
+    - staged: any other tensor goes through shared memory (`Stage`), a piece at a time;
+    - messages: for small tensors across machines, and where no two ranks share memory.
     """
 
     def __init__(
         self, nodes: Nodes, barrier: CheckedBarrier, windows: Windows, stage: Stage
     ) -> None:
         self._nodes, self._barrier, self._windows, self._stage = nodes, barrier, windows, stage
-        # Making a view takes as long as summing a small tensor: those last used are kept.
+        # Cached, since making a view takes as long as summing a small tensor.
         self._eager = lru_cache(maxsize=256)(self._make_eager)
-        # One for each dtype is enough: operations of a group run one after another.
+        # One per dtype is enough, since the operations of a group run one after another.
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
 
     def prepare(self, tensor: torch.Tensor) -> str:
-        """Copies the tensor where others will read it, before they meet; or returns its place."""
+        """Copies the tensor to where others read it after the meeting, or returns its place."""
         if buffers := self._eager(tensor.shape, tensor.dtype):
-            # The coming meeting's parity, not the last one's: a slow rank may still read those.
+            # The buffer of the next meeting: a slow rank may still read that of the last one.
             buffers[1 - self._barrier.parity][self._barrier.rank].copy_(tensor)
             return ""
         place = self._windows.place(tensor)
-        # Early, so that the first piece needs no barrier of its own. A stage that does not exist
-        # yet cannot be made here: making it is collective, and the ranks have not met.
+        # Saves the first piece a barrier. Opening the stage must wait, since it is collective.
         if not place and self._stage.is_open and self._is_staged(tensor):
             self._stage.fill(tensor)
         return place
@@ -74,16 +71,16 @@ class AllReduce:
     def __call__(
         self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None = None
     ) -> list[torch.Tensor]:
-        """Replaces `tensor` by the reduction of everybody's, after they have met for it.
+        """Replaces `tensor` by its reduction over all ranks. Called after the ranks have met.
 
         Args:
             tensor: dense, on a CPU.
-            reduction: of its dtype.
-            crossing: the dtype in which a sum goes from machine to machine; None means its own.
+            reduction: for the tensor's dtype.
+            crossing: the dtype in which sums cross between machines; None means the tensor's own.
         """
         if buffers := self._eager(tensor.shape, tensor.dtype):
             self._reduce_eager(tensor, reduction, buffers[self._barrier.parity])
-        # All ranks of a machine take the same branch: `same_place` is the same on all of them.
+        # `same_place` is equal on all ranks, so all of a machine take the same branch.
         elif self._barrier.same_place and self._windows.place(tensor):
             for chunk, total in self._reduce(self._own_shares(tensor), reduction, crossing):
                 for part in chunk:
@@ -100,14 +97,14 @@ class AllReduce:
         return [tensor]
 
     def to_owners(self, tensor: torch.Tensor, reduction: Reduction, receive: Receive) -> None:
-        """Gives each rank of a machine its share of the reduction, and none the rest.
+        """Gives each rank of a machine its own share of the reduction only.
 
         Args:
-            tensor: in a window, at the same place on all ranks, or a ValueError is raised; stays as
-                it is, and must until all ranks have met again.
-            reduction: of its dtype, which is no 16-bit float.
-            receive: called with the index in `tensor` of a chunk's first element, and the chunk:
-                flat, overwritten after the call.
+            tensor: in a window, at the same place on all ranks, or a ValueError is raised. Not
+                modified; the caller must not modify it either until all ranks have met again.
+            reduction: for the tensor's dtype, which must not be a 16-bit float.
+            receive: called for each chunk with the index of its first element in `tensor` and the
+                flat chunk, which is overwritten after the call.
         """
         if not self._barrier.same_place or not self._windows.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
@@ -121,13 +118,13 @@ class AllReduce:
         self._eager.cache_clear()
         self._stage.free()
 
-    # Choosing the way ----------------------------------------------------------------------------
+    # Choosing the algorithm ----------------------------------------------------------------------
 
     @LASTING
     def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """By parity, each rank's buffer for a small tensor; none for a larger one."""
+        """Returns the eager buffer of each rank, by parity; empty if the tensor is too large."""
         nbytes = shape.numel() * dtype.itemsize
-        # Eager buffers reach no other machine.
+        # Ranks on other machines cannot read the eager buffers.
         if self._nodes.count > 1 or nbytes > self._barrier.eager_nbytes:
             return []
         return [
@@ -139,7 +136,7 @@ class AllReduce:
         here = self._nodes.count == 1
         return self._stage.shares_memory and (here or tensor.nbytes >= STAGED_FROM)
 
-    # The ways ------------------------------------------------------------------------------------
+    # The algorithms ------------------------------------------------------------------------------
 
     def _reduce_eager(
         self, tensor: torch.Tensor, reduction: Reduction, buffers: list[torch.Tensor]
@@ -153,7 +150,7 @@ class AllReduce:
     def _reduce_staged(
         self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None
     ) -> None:
-        # Not by `prepare` where the stage is new, or where tensors lay in windows on some ranks.
+        # `prepare` has not filled a new stage, nor one for a tensor in a window on this rank.
         if not self._stage.is_filled or not self._barrier.same_place:
             self._stage.fill(tensor)
             self._barrier.wait()
@@ -176,9 +173,9 @@ class AllReduce:
         crossing: torch.dtype | None = None,
         keep: bool = False,
     ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        """Yields chunks of the shares, and of each the reduction over all machines.
+        """Yields chunks of the shares, each with its reduction over all machines.
 
-        `keep` leaves the shares as they are; else a reduction may lie in the first share's chunk.
+        The reduction may lie in the first share's chunk, unless `keep` protects the shares.
         """
         wide = shares[0].dtype == reduction.dtype
         here, across = self._divided(reduction, wide)
@@ -186,32 +183,30 @@ class AllReduce:
         whole = shares[0] if self._nodes.count == 1 or not keep else torch.empty_like(shares[0])
         chunks = list(zip(*(part.split(CHUNK) for part in (whole, *shares)), strict=True))
         for part, *chunk in chunks:
-            # In place: a fold reads its first tensor before it writes there.
+            # A fold can write to its first tensor, since it reads that one before it writes.
             total = here.fold(chunk, chunk[0] if in_place else scratch[: part.numel()])
             if self._nodes.count == 1:
                 yield chunk, total
             elif not in_place:
                 part.copy_(total)
         if self._nodes.count > 1:
-            # A rank past the owners has empty shares, and peers that do not call this either.
+            # A rank past the owners has an empty share, and so have all its peers.
             if whole.numel():
                 _by_messages(self._nodes.peers, whole, across, crossing)
             for part, _, *others in chunks:
                 yield [part, *others], part
 
     def _divided(self, reduction: Reduction, wide: bool) -> tuple[Reduction, Reduction]:
-        """The reductions on this machine and across machines: one of them divides an average.
-
-        The first, where that is exact, and where a machine's sum is rounded to 16 bits, in which it
-        could overflow. Else the second: then a machine of one rank rounds nothing.
-        """
+        """Returns the reductions on this machine and across machines; one divides an average."""
+        # The first divides where that is exact, and where it keeps a sum in 16 bits from overflow.
+        # Otherwise the second divides, so a machine with one rank rounds nothing.
         first = reduction.divides_first if wide else self._stage.shares_memory
         if first or self._nodes.count == 1:
             return reduction, reduction.undivided
         return reduction.undivided, reduction
 
     def _scratch(self, reduction: Reduction) -> torch.Tensor:
-        # One for all chunks: it stays in the cache from one to the next.
+        # All chunks share one scratch tensor, which stays in the processor's cache.
         if reduction.dtype not in self._scratches:
             with torch.inference_mode(False):
                 self._scratches[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
@@ -224,8 +219,8 @@ def _by_messages(
     reduction: Reduction,
     crossing: torch.dtype | None,
 ) -> None:
-    """Replaces `flat` by the reduction of all ranks', with the same bits on all of them."""
-    if crossing is not None and crossing.itemsize < flat.itemsize:  # of sums alone
+    """Replaces `flat` by its reduction over all ranks, with the same bits on each."""
+    if crossing is not None and crossing.itemsize < flat.itemsize:  # only sums have a `crossing`
         compressed = flat.to(crossing)
         _by_messages(transport, compressed, Reduction.of(reduction.op, crossing, 1), None)
         flat.copy_(compressed)

@@ -1,7 +1,7 @@
-"""Barrier before each collective: ranks sleep in it, and are compared.
+"""Barrier before each collective: ranks sleep until all have arrived, and compare operations.
 
-Waits of a message-passing library poll, and can take the core from a rank that still computes. So
-ranks meet here first, where a waiting rank sleeps, and communicate once all have arrived.
+A message-passing library polls while it waits, and can take the core from a rank that still
+computes. A rank that waits here sleeps instead, and communicates only once all have arrived.
 """
 
 import atexit
@@ -33,36 +33,36 @@ from ddp_from_scratch.backend.transport import ProcessWatch, Transport
 from ddp_from_scratch.errors import CommunicationError
 from ddp_from_scratch.waiting import lost_rank_check, may_be_left_behind
 
-# Bytes of the eager buffers of all ranks of a machine together. Each rank reads all of them, so
-# with many ranks it is better to bring less and to read what another rank has summed.
+# Bytes of all eager buffers of a machine. Every rank reads all of them, so the more ranks there
+# are, the smaller are the tensors for which this is the fastest way.
 EAGER_NBYTES = 256 * 1024
 
 
-# A number of each rank, in its segment; an array of one element.
+# By rank, a number in the rank's segment, as an array of one element.
 Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
 
 
 class BarrierMemory:
-    """One segment for each rank of the machine.
+    """A barrier's shared memory, with one segment for each rank of the machine.
 
         semaphores | counters | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
 
-    Fingerprints, heard and eager buffers are double, for even and odd meetings: a fast rank brings
-    its next ones while a slow one still reads these. (It cannot bring the ones after that, which
-    need all ranks at the meeting between.)
+    Fingerprints, heard and eager buffers exist twice, for even and odd meetings: a fast rank writes
+    for the next meeting while a slow rank still reads. It gets no further ahead than that, since
+    the next meeting needs all ranks.
 
-    Collective to make. One for each rank, or for all ranks (*):
+    The constructor is collective. Attributes hold one item per rank; those with (*) are shared.
 
     Attributes:
         addresses: of the semaphores.
         arrived: the number of waits that the rank has reached.
-        passed: the number of waits that it has left again: others need nothing more of it there.
-        left: 1 once its program has ended: others stop waiting for it at once.
-        lost: 1 once others have given up on this rank.
-        gave_up: * the number of a meeting that some rank has given up: no rank may then continue.
-        fingerprints: a pair: which operation the rank is about to run.
-        heard: * a pair: fingerprints of all machines' first ranks.
-        eager: small tensors that the rank brings along; uint8, shape (2, eager_nbytes).
+        passed: the number of waits that the rank has left; others need nothing more of it there.
+        left: 1 once the rank has left the group, so others stop waiting for it at once.
+        lost: 1 once others have given up on the rank.
+        gave_up: (*) the number of a meeting that some rank gave up; no rank may continue after it.
+        fingerprints: a pair; the operation that the rank is about to run.
+        heard: (*) a pair; the fingerprints of every machine's first rank.
+        eager: small tensors that the rank sends with a meeting; uint8, shape (2, eager_nbytes).
     """
 
     def __init__(self, node: Transport, machines: int) -> None:
@@ -72,7 +72,7 @@ class BarrierMemory:
             [
                 ("semaphores", "u1", semaphores_nbytes(node.size)),
                 *((name, "i8") for name in ("arrived", "passed", "left", "lost", "gave_up")),
-                ("rest", "u1", 24),  # counters share a cache line with nothing else
+                ("rest", "u1", 24),  # padding: the counters have a cache line of their own
                 ("fingerprints", "u1", (2, FINGERPRINT_NBYTES)),
                 ("heard", "u1", (2, heard_nbytes)),
             ]
@@ -81,7 +81,7 @@ class BarrierMemory:
         self.addresses, segments = self._memory.addresses, self._memory.segments
         self.eager = [segment[fields.itemsize :].view(2, -1) for segment in segments]
         segments[node.rank][: fields.itemsize].zero_()
-        # Views that are made once: making one takes longer than a meeting.
+        # Making a view takes longer than a meeting, so all of them are made here.
         each = [segment[: fields.itemsize].numpy().view(fields) for segment in segments]
         self.arrived, self.passed = ([one[name] for one in each] for name in ("arrived", "passed"))
         self.left, self.lost = [one["left"] for one in each], [one["lost"] for one in each]
@@ -93,32 +93,32 @@ class BarrierMemory:
         self._memory.free()
 
 
-# Lets messages that are under way go on; returns seconds until it is to be called again.
+# Advances messages in flight; returns the seconds until it must be called again.
 Progress = Callable[[], float]
 
-# Seconds between two looks of a sleeping rank for lost ranks; below, in a job that continues
+# Seconds between a sleeping rank's checks for lost ranks; the second in a job that continues
 # without them.
 _CHECK_EVERY = 0.5
 _CHECK_SOON = 0.02
 
 
 class CheckedBarrier:
-    """Barrier of a group's ranks that compares their operations and names missing ranks.
+    """A group's barrier, which compares the ranks' operations and names missing ranks.
 
-    `meet`, before each collective:
+    `meet` runs before each collective:
 
-    1. publish: this rank's fingerprint goes into shared memory;
-    2. wait: for the ranks of this machine, asleep;
-    3. exchange, on several machines: the first rank of each gathers the others' fingerprints;
-    4. compare: every rank reads all fingerprints, and all raise where they differ.
+    1. publish: this rank writes its fingerprint into shared memory;
+    2. wait: this rank sleeps until all ranks of its machine have arrived;
+    3. exchange: with several machines, the first rank of each gathers the others' fingerprints;
+    4. compare: every rank reads all fingerprints, and all ranks raise if they differ.
 
-    `wait` is step 2 alone, which an operation may call any number of times after it has met.
+    `wait` is step 2 alone. An operation may call it any number of times after its meeting.
 
     Attributes:
-        rank, size: this rank's place among those of its machine, and their number.
-        same_place: all ranks gave the same place at the last meeting; the same on all of them.
+        rank, size: this rank's index among the ranks of its machine, and their number.
+        same_place: True if all ranks gave the same place at the last meeting; equal on all ranks.
         eager, eager_nbytes: see `BarrierMemory`.
-        progress: as given; other waits of the group call it, too.
+        progress: the argument; other waits of the group call it, too.
     """
 
     def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
@@ -131,25 +131,23 @@ class CheckedBarrier:
         self.eager, self.eager_nbytes = memory.eager, memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
         self.same_place = True
-        # The number of meetings so far. Ranks in the same meeting have the same number.
-        self._number = 0
-        # The number of waits so far, in meetings and after them; and that at the last meeting.
+        self._number = 0  # of meetings so far; equal on all ranks in one meeting
+        # The number of waits so far, in meetings and after them, and its value at the last meeting.
         self._waits = self._met_at = 0
-        # Of the last meeting; also the limit of each `wait` after it.
+        # Of the last meeting, and of each `wait` after it.
         self._timeout = self._deadline = 0.0
-        # Set once. Ranks that fail at different places can never meet again.
+        # Set once: ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
         self._abandoned = False
         self._check_every = _CHECK_SOON if may_be_left_behind() else _CHECK_EVERY
         self._is_broken = lost_rank_check()
-        # When this rank began to wait.
-        self._since = 0.0
-        nodes.node.allgather(None)  # no rank may touch a semaphore that is not there yet
+        self._since = 0.0  # when this rank began to wait
+        nodes.node.allgather(None)  # no rank may touch a semaphore before its owner creates it
         _open.add(self)
 
     @property
     def parity(self) -> int:
-        """0 after an even meeting, 1 after an odd one."""
+        """The buffers that the last meeting used: 0 if its number is even, else 1."""
         return self._number % 2
 
     @property
@@ -169,7 +167,7 @@ class CheckedBarrier:
         )
 
     def _behind(self, numbers: Counters, wait: int) -> list[int]:
-        """Ranks of this machine whose number is less than this wait's."""
+        """Returns the ranks of this machine that are not as far as this wait."""
         pairs = zip(self._ranks, numbers, strict=True)
         return [rank for rank, number in pairs if number[0] < wait]
 
@@ -178,22 +176,20 @@ class CheckedBarrier:
 
         Args:
             operation: must be the same on all ranks.
-            place: a detail in which they may differ; `same_place` is False where they do.
-            timeout: seconds in which all must arrive, and pass each `wait` after it.
+            place: may differ between ranks; `same_place` is then False.
+            timeout: seconds until all ranks must have arrived, and passed each `wait` after it.
 
         Raises:
-            CommunicationError: a rank did not arrive in time, or runs another operation; again on
-                each later call.
+            CommunicationError: a rank did not arrive in time, or runs another operation. Every
+                later call raises it again.
         """
         if self._failure is not None:
             raise CommunicationError(f"the group has failed before: {self._failure}")
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._number += 1
         parity = self.parity
-        # Publish.
         own = fingerprint_of(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
-        # Wait, exchange, compare.
         self._met_at = self._waits + 1
         self.wait()
         if self._nodes.count > 1:
@@ -201,56 +197,54 @@ class CheckedBarrier:
         self._compare(own, parity)
 
     def wait(self) -> None:
-        """Returns when every rank of this machine has called it, in the timeout of the meeting."""
+        """Returns when every rank of this machine has called it. The meeting's timeout applies."""
         self._waits += 1
         self._since = time.monotonic()
-        # After the fingerprint, so that the fingerprint of a rank that has arrived is complete.
+        # Written after the fingerprint, so a rank that has arrived has a complete fingerprint.
         self._memory.arrived[self.rank][0] = self._waits
         self.progress()
         self._semaphores.wait(self._next_check, self._check_in_vain)
         self._memory.passed[self.rank][0] = self._waits
-        # All have arrived, but one of them may have timed out just before the last did.
+        # All ranks have arrived, but one may have timed out just before the last arrived.
         self._check_given_up()
 
     def break_off(self, error: BaseException) -> None:
-        """Gives up the group, after an error between a meeting and the end of its operation."""
-        # Where the other ranks are is unknown, and they cannot go on without this one.
+        """Gives up the group after an error in an operation, which other ranks cannot finish."""
         if self._failure is None:
             self._give_up(f"a call was left with {error!r}")
 
     def fail(self, text: str) -> CommunicationError:
-        """The error to raise, where all ranks do; each later `meet` raises it again."""
+        """Returns the error to raise where all ranks fail; each later `meet` raises it again."""
         self._failure = CommunicationError(text)
         return self._failure
 
     def leave(self) -> None:
-        """Publishes that this rank meets the others no more. A no-op in a forked child."""
+        """Tells the other ranks not to wait for this one. A no-op in a forked child."""
         if os.getpid() == self._process:
             self._memory.left[self.rank][0] = 1
 
     def abandon(self) -> None:
-        """As `leave`, and another thread of this rank that waits here gives up."""
+        """Leaves, and makes a thread of this rank that waits in the barrier give up."""
         self._abandoned = True
         self.leave()
 
     def free(self) -> None:
-        """Gives this rank's memory back."""
         _open.discard(self)
         self._processes.close()
         self._memory.free()
 
     def _exchange(self, parity: int) -> None:
-        """Publishes on each machine the fingerprints of all machines' first ranks."""
+        """Publishes on each machine the fingerprints of every machine's first rank."""
         if self.rank == 0:
             own = self._memory.fingerprints[0][parity]
-            # Another machine hears of this one's other ranks by its first one's place alone.
+            # Other machines see this fingerprint alone, so it must show that places differ here.
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
                 mark_place(own)
             arrived = self._nodes.peers.begin_allgather(own, self._memory.heard[parity])
-            # Polled with growing pauses: between machines there is nothing to sleep on.
+            # Polled with growing pauses, since no semaphore reaches another machine.
             pause = 1e-5
             while not self._in_time(arrived):
-                # Nor does a machine that is gone end the request.
+                # A lost machine does not end the request either.
                 if time.monotonic() > self._deadline:
                     raise self._time_out()
                 time.sleep(pause)
@@ -263,20 +257,19 @@ class CheckedBarrier:
         except RuntimeError:
             if time.monotonic() <= self._deadline:
                 raise
-            return False  # gloo has the same timeout, and may be first to say so
+            return False  # gloo has the same timeout, and may raise first
 
     def _compare(self, own: bytes, parity: int) -> None:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._nodes.count > 1:
             found += split_fingerprints(bytes(self._memory.heard[parity]))
-        # Compared as bytes, without decoding: this is in every collective's way.
+        # Compared as bytes, since every collective pays for decoding.
         self.same_place = True
         for other in found:
             if not other.startswith(own):
                 self.same_place = False
         if self.same_place:
             return
-        # Places may differ, operations must not.
         operations = [operation_in(other) for other in found]
         if operations.count(operations[self.rank]) < len(operations):
             here = list(zip(self._ranks, operations, strict=False))
@@ -293,22 +286,21 @@ class CheckedBarrier:
         gone = self._marked(self._memory.left).intersection(
             self._behind(self._memory.arrived, self._waits)
         )
-        # One that was killed after it came may have slept, with others still to be woken by it. One
-        # that has left goes on with what it came to.
+        # A rank killed after its arrival may not have woken the others; a rank that left does.
         killed = {self._ranks[index] for index in self._processes.ended()}
         gone |= killed.intersection(self._behind(self._memory.passed, self._waits))
         if gone:
-            # Those that others have given up for are the cause; these others may be gone by now.
+            # Ranks marked lost are the cause; the ranks that marked them may be gone by now, too.
             lost = self._marked(self._memory.lost) or gone
             for rank in lost:
                 self._memory.lost[self._ranks.index(rank)][0] = 1
             raise self._give_up(_lost_text(lost))
         if time.monotonic() > self._deadline:
             raise self._time_out()
-        # Not at once: who leaves after the same step as this rank may have left already.
+        # Not at once: a rank that leaves after the same step may already have left.
         if time.monotonic() > self._since + _CHECK_EVERY and self._is_broken():
             raise self._give_up("a rank of the group was lost")
-        # Not while a rank is missing: the deadline then names it, which says more.
+        # While a rank is missing, wait for the deadline, whose error names that rank.
         if not self.missing:
             self._check_given_up()
 
@@ -318,11 +310,10 @@ class CheckedBarrier:
             raise self.fail(_lost_text(lost) if lost else "another rank has given up on it")
 
     def _marked(self, marks: Counters) -> set[int]:
-        """Ranks of this machine that are marked."""
         return {rank for rank, mark in zip(self._ranks, marks, strict=True) if mark[0]}
 
     def _give_up(self, text: str) -> CommunicationError:
-        """As `fail`, while others may still arrive: they fail, too."""
+        """Fails, and makes the ranks that arrive later fail, too."""
         self._memory.gave_up[0] = self._number
         return self.fail(text)
 
@@ -341,9 +332,9 @@ _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """Leaves every open barrier: ranks that wait for this one need not wait for the timeout.
+    """Leaves every open barrier, so other ranks need not wait for the timeout.
 
-    Runs after the worker threads have ended (`work.py` registers later): they still hold meetings.
+    Runs after the worker threads have ended (`work.py` registers later), since those still meet.
     """
     for barrier in list(_open):
         barrier.leave()

@@ -1,10 +1,10 @@
-"""Torch's collectives beside all-reduce, for every backend whose ranks share memory.
+"""All of torch's collectives but all-reduce, for every backend whose ranks share memory.
 
-All but `reduce` are made of copies from rank to rank (`Exchange`): a reduce-scatter, for instance,
-gives each rank everybody's part for it, which it sums.
+All but `reduce` copy from rank to rank (`Exchange`). In a reduce-scatter, for instance, each rank
+receives its part from every rank and sums these parts.
 """
 
-# torch.distributed calls these methods in one form; its C++ class has others besides.
+# torch.distributed calls only one overload of each C++ method.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class CollectivesGroup(SharedMemoryGroup):
     def reduce(self, tensors: Tensors, opts: Any) -> dist.Work:
         (tensor,), root = tensors, opts.rootRank
         reduction = Reduction.of(opts.reduceOp, tensor.dtype, self.size())
-        # All ranks reduce, each a share: the others a copy, since theirs must stay as it is.
+        # Every rank reduces a share. Only the root's tensor may change, so the others use a copy.
         total = tensor if self.rank() == root else torch.empty_like(tensor)
 
         def prepare() -> str:
@@ -128,7 +128,7 @@ class CollectivesGroup(SharedMemoryGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
     ) -> dist.Work:
-        # torch gives a list for each rank here, not one for each tensor.
+        # torch passes one list per rank here, not one per tensor.
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def all_gather_single(
@@ -237,8 +237,6 @@ class CollectivesGroup(SharedMemoryGroup):
         result: Tensors,
         begins: Sequence[int] | None = None,
     ) -> Operation:
-        """An operation that copies from rank to rank; see `Exchange`."""
-
         def run() -> Result:
             self._exchange(sent, received, most, begins)
             return list(result)
@@ -248,10 +246,10 @@ class CollectivesGroup(SharedMemoryGroup):
     def _all_to_all(
         self, kind: str, received: Tensors, sent: Tensors, result: Tensors
     ) -> Operation:
-        """Rank r's `sent[s]` becomes rank s's `received[r]`; they may differ in size."""
+        """Copies rank r's `sent[s]` to rank s's `received[r]`. Sizes may differ between pairs."""
         check_dtype(kind, received[0], sent)
         size, nbytes = self.size(), received[0].itemsize
-        # Only the two of them know the sizes of a pair, which fingerprints therefore cannot hold.
+        # Each pair of ranks has its own size, which a fingerprint equal on all ranks cannot hold.
         own = torch.tensor([[part.numel() for part in parts] for parts in (sent, received)])
 
         def run() -> Result:
@@ -276,9 +274,9 @@ class CollectivesGroup(SharedMemoryGroup):
     def _check_pairs(
         self, kind: str, sent: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        """Raises on all ranks if one expects another number of elements than is sent to it.
+        """Raises on all ranks if a rank expects another number of elements than it gets.
 
-        Both hold elements by target, and then by source.
+        `sent` and `expected` are numbers of elements, indexed by target and then by source.
         """
         names = self._nodes.everyone.world_ranks
         wrong = [

@@ -1,11 +1,10 @@
-"""Process group of torch.distributed over an MPI communicator, and messages between two ranks.
+"""The mpi backend's process group, with messages between two ranks.
 
-MPI moves a large message only while both ranks are inside MPI. A rank that has sent one and then
-sleeps, in a barrier or in a handle's `wait`, calls `progress` once in a while as long as there are
-any.
+MPI moves a large message only while both ranks are inside MPI. So while messages are in flight, a
+rank that sleeps in a barrier or in a handle's `wait` calls `progress` now and then.
 """
 
-# torch.distributed calls these methods in one form; its C++ class has others besides.
+# torch.distributed calls only one overload of each C++ method.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -27,21 +26,19 @@ from ddp_from_scratch.backend.operations import check_memory
 from ddp_from_scratch.backend.process_group import Tensors
 from ddp_from_scratch.errors import CommunicationError
 
-# Seconds between two tests of the messages under way.
+# Seconds between two tests of the messages in flight.
 PAUSE = 1e-3
 
 
 class P2PWork(dist.Work):
-    """The handle of a send or receive that MPI itself has under way.
-
-    It keeps the tensor alive until MPI has done with it, also where the caller has dropped it.
+    """The work handle of a send or receive. It keeps the tensor alive until MPI is done with it.
 
     Args:
-        name: names the call and the rank, in error messages.
-        timeout: of a `wait()` that is given none.
-        request: MPI's.
-        dense: sent, or received into.
-        into: gets what has been received; None where this is a send.
+        name: names the call and the rank in error messages.
+        timeout: the default of `wait()`.
+        request: the MPI request.
+        dense: the tensor that MPI sends, or receives into.
+        into: the caller's tensor for a receive; None for a send.
     """
 
     def __init__(
@@ -58,14 +55,12 @@ class P2PWork(dist.Work):
         self._tensors = dense, into
         self._status = MPI.Status()
         self._error: CommunicationError | None = None
-        # Changes once, after everything that a caller may read then.
-        self._done = False
+        self._done = False  # set last, after everything that a caller may then read
         self._testing = threading.Lock()  # any thread may call `progress`
         _under_way.add(self)
 
     def is_completed(self) -> bool:
-        # Without waiting for the lock: its holder may be this very thread, which a signal's handler
-        # interrupts.
+        # Non-blocking: in a signal handler, the interrupted thread itself may hold the lock.
         if self._testing.acquire(blocking=False):
             try:
                 if not self._done:
@@ -82,7 +77,7 @@ class P2PWork(dist.Work):
         except (MPI.Exception, CommunicationError) as error:
             self._error = CommunicationError(f"{self._name} failed: {error}")
         self._done = True
-        # The tensor belongs to the caller again, however long the handle is kept.
+        # The caller may keep the handle for long, which must not keep the tensors alive.
         del self._tensors
         _under_way.discard(self)
 
@@ -90,17 +85,17 @@ class P2PWork(dist.Work):
         if into is None:
             return
         came = self._status.Get_elements(MPI.BYTE)
-        if came != into.nbytes:  # fewer: MPI itself refuses more
+        if came != into.nbytes:  # fewer, since MPI itself refuses more
             raise CommunicationError(f"{came} bytes came, expected {into.nbytes}")
         if dense is not into:
             with torch.no_grad():
                 into.copy_(dense)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the message has arrived, or its tensor can be used again.
+        """Returns when the message has arrived, or when a sent tensor can be reused.
 
         Raises:
-            CommunicationError: it failed, or did not end in time. The text names it.
+            CommunicationError: the call failed, or did not end in time. The text names it.
         """
         # torch passes zero for "no timeout given".
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
@@ -112,7 +107,7 @@ class P2PWork(dist.Work):
                     f"{self._name} did not end within {limit.total_seconds():g} s: "
                     f"the other rank has not called its part, or has stopped"
                 )
-            # Without a pause at first: most messages arrive at once.
+            # No pause at first, since most messages arrive at once.
             if waited > PAUSE:
                 progress()
                 time.sleep(1e-4)
@@ -132,14 +127,13 @@ class P2PWork(dist.Work):
     source_rank = _source_rank
 
 
-# Keeps each message's handle, and so its tensor, until MPI has done with it: the caller may drop
-# both.
+# Keeps each handle, and so its tensor, until MPI is done: the caller may drop both.
 _under_way: set[P2PWork] = set()
 
 
 def progress() -> float:
-    """Lets the messages under way go on; returns seconds until it is to be called again."""
-    for work in list(_under_way):  # a copy: messages that have arrived leave the set
+    """Advances messages in flight; returns the seconds until it must be called again."""
+    for work in list(_under_way):  # a copy, since completed messages leave the set
         work.is_completed()
     return PAUSE if _under_way else math.inf
 
@@ -148,15 +142,15 @@ _LAST_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag th
 
 
 class ProcessGroupMPI(CollectivesGroup):
-    """A group of ranks with a communicator of its own.
+    """A process group with its own MPI communicator.
 
-    Messages (`send`, `recv`) do not queue behind collectives: two ranks may each post a receive
+    Messages (`send`, `recv`) do not queue behind collectives, so two ranks may each post a receive
     before their send.
 
     Args:
-        communicator: the group's ranks; duplicated.
+        communicator: the group's ranks; the group uses a duplicate.
         timeout: how long a collective or a message may take.
-        store: for groups of other backends to meet through, where torch noted a placeholder.
+        store: replaces torch's placeholder, for the rendezvous of groups with other backends.
     """
 
     backend: ClassVar[str] = "mpi"
@@ -167,24 +161,24 @@ class ProcessGroupMPI(CollectivesGroup):
         timeout: timedelta,
         store: dist.Store | None = None,
     ) -> None:
-        # A duplicate, so that no other library's messages can be taken for ours. Messages and
-        # collectives share it: they differ in tags, and collectives run one by one.
+        # A duplicate keeps other libraries' messages apart. Messages and collectives share it: they
+        # differ in tags, and collectives run one at a time.
         self._communicator = communicator.Dup()
         super().__init__(MPITransport(self._communicator), timeout, progress)
-        self._store = store  # until it is installed
+        self._store = store  # None once it is installed
 
     @property
     def bound_device_id(self) -> None:
-        # torch asks for it before it hands the default store to a new group, and asks for nothing
-        # else between noting that store and using it: so the store is installed here, too.
+        # Between recording the default store and passing it to a new group, torch reads only this
+        # property, so the store is installed here, too.
         self.install_store()
 
     @bound_device_id.setter
     def bound_device_id(self, device: torch.device | None) -> None:
-        """Ignored: torch sets the whole's on a part that was split, and it has none either."""
+        """Ignored. torch copies the parent group's value, which is None, to a split group."""
 
     def install_store(self) -> None:
-        store = self._store  # read once: the stall watch calls this in a thread of its own
+        store = self._store  # read once, since the stall watch calls this from its own thread
         noted = dist.distributed_c10d._world.pg_map
         if store is not None and self in noted:
             noted[self] = (noted[self][0], store)
@@ -201,9 +195,9 @@ class ProcessGroupMPI(CollectivesGroup):
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> P2PWork:
         (tensor,) = tensors
         check_memory("mpi", "send", tensor)
-        dense = tensor.contiguous()  # kept by the handle where it is a copy
+        dense = tensor.contiguous()  # may be a copy, which the handle keeps
         name = f"send to rank {dst} from rank {self.rank()} ({tensor.nbytes} bytes)"
-        progress()  # those that have arrived make room
+        progress()  # frees the tensors of completed messages
         request = self._communicator.Isend(message(dense), dst, tag)
         return P2PWork(name, self._timeout, request, dense)
 
@@ -222,15 +216,15 @@ class ProcessGroupMPI(CollectivesGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Returns when every rank has called it; a RuntimeError where one has not in time.
+        """Returns when every rank has called it; raises a RuntimeError if a rank is late.
 
-        It sends messages, so that it can be used to find out why a group's collectives do not end:
-        rank 0 hears from each rank, names the missing ones, and answers each.
+        It uses messages only, so it can diagnose a group whose collectives hang: rank 0 receives
+        from each rank, and answers with a missing rank.
         """
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         rank, others = self.rank(), range(1, self.size())
         if rank != 0:
-            # 0 is no answer's rank: rank 0 itself cannot be missing where it answers.
+            # Rank 0 cannot be missing if it answers, so 0 means that no rank is missing.
             answer = torch.zeros(1, dtype=torch.int64)
             self.send([torch.zeros_like(answer)], 0, _LAST_TAG)
             self.recv([answer], 0, _LAST_TAG).wait(limit + timedelta(seconds=5))
@@ -241,7 +235,7 @@ class ProcessGroupMPI(CollectivesGroup):
                 for other in others
             }
             deadline = time.monotonic() + limit.total_seconds()
-            # Looked at together: the timeout is for all ranks, not for each.
+            # One loop for all ranks, since they share the timeout.
             while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
                 time.sleep(1e-3)
             missing = [other for other in others if not heard[other].is_completed()]
@@ -253,7 +247,7 @@ class ProcessGroupMPI(CollectivesGroup):
                 f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
                 f"monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
             )
-            if rank != 0:  # in gloo's words, which programs look for
+            if rank != 0:  # gloo's wording, which programs search for
                 missed = (
                     f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
                     f"waiting for send/recv from rank 0: {missed}"
@@ -266,12 +260,12 @@ class ProcessGroupMPI(CollectivesGroup):
         """Ends the worker thread and frees the communicator. Idempotent."""
         if self._communicator == MPI.COMM_NULL:
             return
-        # First, so that a second call finds nothing to do, also where this one fails.
+        # First, so a second call has nothing to do even if this one fails.
         communicator, self._communicator = self._communicator, MPI.COMM_NULL
         seconds = self._timeout.total_seconds()
         if not self._worker.close(seconds):
-            return  # it still runs an operation in this memory
-        # Freeing is collective: not where a rank has failed, or ends without coming here.
+            return  # the worker still runs an operation in this memory
+        # Freeing is collective. Skip it if a rank has failed, or ends without coming here.
         with suppress(CommunicationError):
             self.checked_barrier.meet("destroy_process_group", "", seconds)
             self._free_memory()
@@ -282,7 +276,7 @@ class ProcessGroupMPI(CollectivesGroup):
 def create_subgroup(
     whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta, kind: type[ProcessGroupMPI]
 ) -> ProcessGroupMPI:
-    """A group of some ranks of `whole`. Only they call it."""
+    """Makes a group of some ranks of `whole`. Only these ranks call it."""
     communicator = whole.Create_group(whole.Get_group().Incl(list(ranks)))
     try:
         return kind(communicator, timeout)

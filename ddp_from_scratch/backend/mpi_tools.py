@@ -1,7 +1,7 @@
-"""torch's tools for mpi groups: a backend behind a group of torch's own, and the flight recorder.
+"""Connects mpi groups to torch's C++: as a backend of its process groups, and its flight recorder.
 
-The recorder listens to process groups of torch's own, and a group written in Python is none. So
-each call goes into one of torch's, which notes it, and comes back from there to be run.
+The flight recorder records only calls of C++ process groups. So each call to an mpi group goes
+through a C++ group, which records it and calls back to Python to run it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch._C import _distributed_c10d as c10d
 from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
 from ddp_from_scratch.errors import UsageError
 
-# From 2.14 on torch takes backends that are written in Python.
+# torch supports backends written in Python from 2.14 on.
 IS_OFFERED = getattr(c10d, "FlightRecorderHook", None) is not None
 
 Run = Callable[[str, tuple[Any, ...]], dist.Work]
 
-# The calls that torch's group hands to a Python backend. Others (`gather_single`) it does not.
+# The calls that torch's group passes to a Python backend. It does not pass `gather_single`.
 CALLS = (
     "all_gather_single",
     "all_gather_single_coalesced",
@@ -51,9 +51,9 @@ CALLS = (
 
 
 class TorchBackend(c10d.Backend):
-    """A backend of which `run` runs each call, given its name and its arguments."""
+    """A backend that passes the name and the arguments of each call to `run`."""
 
-    # torch asks for these without end where a backend in Python does not answer itself.
+    # Without these attributes, torch recurses endlessly when it asks a Python backend for them.
     supports_coalescing = False
     supports_splitting = False
     supports_shrinking = False
@@ -74,21 +74,21 @@ class TorchBackend(c10d.Backend):
 
 
 class CPUBackend(TorchBackend):
-    """Serves CPU tensors in a group of torch's own, which has another backend for GPUs.
+    """Serves the CPU tensors of a torch group that has another backend for GPUs.
 
-    torch puts handles of its own before those of a backend in Python: their `is_completed()` stays
-    False, and a message from any source cannot say which it came from.
+    torch wraps the work handles of a Python backend: `is_completed()` of a wrapper stays False, and
+    the wrapper of a receive from any source does not know the source.
 
     Args:
-        group: runs the calls; closed with the whole.
-        timeout: of the whole.
+        group: runs the calls; closed with the torch group.
+        timeout: of the torch group.
     """
 
     def __init__(self, group: ProcessGroupMPI, timeout: timedelta) -> None:
         super().__init__(group.backend, group.rank(), group.size(), self._call)
         self._group = group
         self._options._timeout = timeout
-        self._sequence = 0  # of calls: TORCH_DISTRIBUTED_DEBUG=DETAIL compares them over ranks
+        self._sequence = 0  # TORCH_DISTRIBUTED_DEBUG=DETAIL compares the ranks' numbers of calls
 
     def _call(self, name: str, arguments: tuple[Any, ...]) -> dist.Work:
         self._sequence += 1
@@ -96,7 +96,7 @@ class CPUBackend(TorchBackend):
         return work
 
     def _set_sequence_number_for_group(self) -> None:
-        """Does nothing: it is 0 on all ranks."""
+        """Does nothing: the number starts at 0 on all ranks."""
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
@@ -126,32 +126,30 @@ _Call = Callable[[], dist.Work]
 
 
 def recorder_is_on() -> bool:
-    """True if torch has a recorder for this backend (from 2.15 on) with a buffer of a given size.
+    """True if torch can record this backend (from 2.15 on) and a variable sets the buffer's size.
 
     Raises:
-        UsageError: the size is no number.
+        UsageError: the size is not a number.
     """
-    # torch takes the first of these that is set, and 2000 where none is. Not here: to note a small
-    # all_reduce takes a third of its time.
+    # torch reads the first of these that is set, and defaults to 2000. Here recording is off by
+    # default, since it takes a third of the time of a small all_reduce.
     names = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
     name, size = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", 0))
     try:
-        # 2.14 records other backends, but names the calls as its own analyser does not read them.
+        # torch 2.14 records other backends, but under names that its own analyser cannot read.
         return torch.__version__ >= "2.15" and int(size) > 0
     except ValueError:
         raise UsageError(f"{name} must be a number of entries, got {size!r}") from None
 
 
 class _OnItsWay(threading.local):
-    """The call that this thread has on its way through torch's group."""
-
     call: _Call | None = None
     came_back = False
     work: dist.Work | None = None
 
 
 class RecordedGroup(ProcessGroupMPI):
-    """The same group, with an entry in torch's flight recorder for each call."""
+    """An mpi group that makes an entry in torch's flight recorder for each call."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -159,13 +157,13 @@ class RecordedGroup(ProcessGroupMPI):
         self._recorder: dist.ProcessGroup | None = None
 
     def _open_recorder(self) -> dist.ProcessGroup:
-        """A group of torch's own with the name of this one, under which entries are kept."""
+        """Makes a torch group of the same name, which owns the entries."""
         rank, size, kind = self.rank(), self.size(), dist.ProcessGroup.BackendType.MPI
-        name: Any = self.getGroupName()  # torch's stubs have a type of their own
+        name: Any = self.getGroupName()  # torch's stubs declare a separate type
         group = dist.ProcessGroup(rank, size)  # type: ignore[call-arg, unused-ignore]
         group._set_default_backend(kind)
-        # Weakly: torch's group keeps its backend in C++, where no garbage is looked for. Kept here,
-        # too: of a backend in Python torch keeps no more than C++ sees.
+        # Weak, since torch's group holds the backend in C++, where the garbage collector finds no
+        # cycle. The attribute keeps the Python part of the backend, which torch does not.
         come_back = weakref.WeakMethod(self._come_back)
         self._returns = TorchBackend(self.backend, rank, size, lambda *_: come_back()())  # type: ignore[misc]
         group._register_backend(torch.device("cpu"), kind, self._returns)
@@ -176,11 +174,11 @@ class RecordedGroup(ProcessGroupMPI):
         return group
 
     def note(self, name: str, call: _Call, *arguments: Any, **options: Any) -> dist.Work:
-        """Makes an entry of the call `name` with these arguments, runs it, returns its handle."""
+        """Records the call `name` with these arguments, runs it and returns its handle."""
         mine = self._on_its_way
         if mine.call is not None:
-            return call()  # a part of the call that has an entry
-        if self._recorder is None:  # at the first call: torch names a group when it is made
+            return call()  # part of a call that is already recorded
+        if self._recorder is None:  # not in __init__: torch names a group after it is made
             self._recorder = self._open_recorder()
         mine.call, mine.came_back, mine.work = call, False, None
         try:
@@ -189,8 +187,8 @@ class RecordedGroup(ProcessGroupMPI):
             except Exception:
                 if mine.came_back:
                     raise
-            # Not torch's handle, which knows neither whether the call has ended nor where a message
-            # is from. There is none where torch refuses the tensors: then this group says why.
+            # Not torch's handle, which knows neither the end of the call nor a message's source. If
+            # torch rejects the tensors there is no handle, and this group's own call raises.
             return mine.work or call()
         finally:
             mine.call = mine.work = None
@@ -204,7 +202,7 @@ class RecordedGroup(ProcessGroupMPI):
 
     def shutdown(self) -> None:
         super().shutdown()
-        self._recorder = None  # refers to the group, through C++, where no garbage is looked for
+        self._recorder = None  # breaks a cycle through C++, which the collector cannot find
 
 
 def _noted(name: str) -> Callable[..., dist.Work]:

@@ -1,4 +1,4 @@
-"""MPI: started with threads, ended without hanging, asked for ranks and a store; its transport."""
+"""Starts MPI with threads, ends it without hanging, and sends the messages of the mpi backend."""
 
 import atexit
 import os
@@ -19,8 +19,7 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import Placement
 
-# Before MPI starts: Open MPI's wheel complains of a missing UCX at each window, and then takes this
-# choice anyway.
+# Before MPI starts: Open MPI's wheel warns about a missing UCX at each window without this.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 try:
@@ -46,12 +45,12 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
 
 
 def placement() -> Placement:
-    """This process's place in its MPI job. Collective: every rank of the job calls it.
+    """Returns this process's place in its MPI job. Collective over the job.
 
     Nodes are numbered in the order of their lowest rank.
     """
     world = MPI.COMM_WORLD
-    # By memory that MPI can share, not by host names, which containers may have in common.
+    # Ranks that can share memory form a node. Host names will not do: containers may share one.
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     leader = node.bcast(world.rank)
     leaders = sorted(set(world.allgather(leader)))
@@ -61,9 +60,9 @@ def placement() -> Placement:
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises a UsageError unless MPI has as many ranks as the launcher started processes.
+    """Raises a UsageError unless MPI has one rank for each process that the launcher started.
 
-    An MPI that does not understand its launcher takes each process for a job of its own.
+    An MPI that does not know its launcher treats each process as a separate job.
     """
     seen, started = MPI.COMM_WORLD.size, environment.started(environ)
     if started not in (None, seen):
@@ -78,10 +77,10 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def check_world(environ: Mapping[str, str] = os.environ) -> None:
-    """As `check_launcher`, for a program that may have torch's variables for reasons of its own.
+    """Checks the launcher of a program that may set torch's variables for its own purposes.
 
-    Where mpirun has started it, the ranks come from MPI, whatever RANK and WORLD_SIZE say. They
-    count where MPI sees this process alone and nothing says that mpirun has started just one.
+    Ranks come from MPI if mpirun started the job, whatever RANK and WORLD_SIZE say. Both count only
+    if MPI sees a single process and nothing shows that mpirun started it.
     """
     others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
     by_mpirun = environment.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
@@ -89,7 +88,7 @@ def check_world(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's value, on every rank of the job. Collective."""
+    """Returns rank 0's value on every rank of the job. Collective."""
     return pickle.loads(MPI.COMM_WORLD.bcast(pickle.dumps(value)))
 
 
@@ -103,9 +102,9 @@ def _note_failure(*failure: Any) -> None:
 
 
 def _end_at_once_after_failure() -> None:
-    """At exit, before mpi4py finalises MPI, which waits for the other ranks.
+    """Exits after an uncaught exception before mpi4py finalizes MPI, which would hang.
 
-    They wait for this one; its launcher sees an abnormal end and stops them.
+    The other ranks wait for this one; the launcher sees the abnormal exit and stops them.
     """
     if _failed:
         sys.stdout.flush()
@@ -118,9 +117,9 @@ atexit.register(_end_at_once_after_failure)
 
 
 def store(placement: Placement, timeout: timedelta) -> dist.Store:
-    """A store that all ranks of the MPI job share. Collective.
+    """Opens a store for all ranks of the MPI job. Collective.
 
-    On one machine a private file without a name, on several a port that rank 0 opens.
+    It is an unnamed private file on one machine, and a TCP port of rank 0 across machines.
     """
     if placement.one_machine:
         file = None
@@ -128,9 +127,8 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
             handle, file = tempfile.mkstemp(prefix="ddp-")
             os.close(handle)
         file = broadcast_object(file)
-        # A way to the file that needs no name, on Linux: the last rank to have it open removes the
-        # name, so that a job leaves nothing behind, however it ends. Never closed: groups that are
-        # opened later meet through it, too.
+        # On Linux this path works without the file's name, so the last rank to open it removes the
+        # name, and the job leaves nothing behind. The descriptor stays open for later groups.
         own = f"/proc/self/fd/{os.open(file, os.O_RDWR)}"
         has_way = os.path.exists(own)
         private = dist.FileStore(own if has_way else file, placement.world_size)
@@ -148,9 +146,9 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
 
 
 def is_placeholder(store: dist.Store) -> bool:
-    """True for a store that stores nothing, under whatever prefixes.
+    """True for a store that stores nothing, under any prefixes.
 
-    torch passes one to a default group named "mpi", whose ranks it expects to need none.
+    torch passes one to a default group with the "mpi" backend, which in torch needs no store.
     """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -161,13 +159,13 @@ def is_placeholder(store: dist.Store) -> bool:
 COUNTABLE = 2**31 - 2**20
 BLOCK = 2**30
 
-# Beyond the tags that programs use for messages of their own on the same communicator.
+# Programs use lower tags for their own messages on the same communicator.
 _TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
 
 
 def message(tensor: torch.Tensor) -> Any:
-    """A dense tensor as bytes, in one message whatever its size."""
-    # An array and not an address: it keeps a tensor alive that is nobody else's.
+    """Describes a dense tensor of any size to MPI as one message of bytes."""
+    # An array, since unlike an address it keeps the tensor's memory alive.
     memory = flat_bytes(tensor).numpy()
     if tensor.nbytes <= COUNTABLE:
         return memory, MPI.BYTE
@@ -176,8 +174,8 @@ def message(tensor: torch.Tensor) -> Any:
 
 @cache
 def _many_bytes(count: int) -> MPI.Datatype:
-    """One element that is `count` bytes: blocks that MPI can count, and the rest."""
-    # Cached and never freed: a committed type is a few words of memory, for each large size sent.
+    """Makes a datatype of `count` bytes, from blocks whose number fits in 32 bits."""
+    # Never freed, since a committed type takes only a few words for each large size sent.
     blocks, rest = divmod(count, BLOCK)
     block = MPI.BYTE.Create_contiguous(BLOCK)
     places = [0, blocks * BLOCK]
@@ -185,7 +183,7 @@ def _many_bytes(count: int) -> MPI.Datatype:
 
 
 class MPITransport:
-    """`Transport` over an MPI communicator, the `handle`, which `free` releases."""
+    """A `Transport` over the MPI communicator `handle`, which `free` releases."""
 
     def __init__(self, handle: MPI.Intracomm) -> None:
         self.handle = handle
@@ -214,7 +212,7 @@ class MPITransport:
         if received[self.rank].numel():
             received[self.rank].copy_(sent[self.rank])
         requests = []
-        # Receives first: a message that finds its receive posted needs no memory in between.
+        # Receives first: MPI need not buffer a message whose receive is already posted.
         for start, tensors in (self.handle.Irecv, received), (self.handle.Isend, sent):
             for rank, tensor in enumerate(tensors):
                 if rank != self.rank and tensor.numel():

@@ -1,6 +1,6 @@
-r"""Arguments of collectives, checked where the caller can see the error; and their fingerprints.
+r"""Checks the arguments of collectives in the caller's thread, and makes fingerprints of calls.
 
-A fingerprint is a call and its place in a fixed number of bytes, for ranks to compare:
+A fingerprint holds a call and its place in a fixed number of bytes, which ranks compare:
 
 all_reduce(SUM) of 10 x torch.float32\nwindow 3 at 4096\0 ......
 operation                             place               padding
@@ -15,7 +15,7 @@ from functools import lru_cache
 
 import torch
 
-# Modes under which operations on a tensor are recorded, or stand for others, and none is computed.
+# Dispatch modes under which torch traces operations instead of computing them.
 _TRACING = tuple(
     getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")
 )
@@ -27,11 +27,11 @@ def _bits(*names: str) -> int:
     return functools.reduce(operator.or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
 
 
-# Keys of tensors whose memory does not hold their numbers: of subclasses that compute otherwise
-# (FakeTensor, DTensor), of functionalize and of vmap; and of views that are computed when read.
+# Dispatch keys of tensors whose memory does not hold their values: subclasses such as FakeTensor
+# and DTensor, tensors under functionalize and vmap, and lazily negated or conjugated views.
 _TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
 _LAZY = _bits("Negative", "Conjugate")
-# The keys of most tensors: plain ones on a CPU.
+# The keys of a plain CPU tensor.
 PLAIN = _bits("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")
 
 _OVERLAPS = 1  # torch's MemOverlap::Yes
@@ -50,12 +50,12 @@ def elements(numel: int, dtype: torch.dtype) -> str:
 def check_memory(
     backend: str, kind: str, *tensors: torch.Tensor, written: Sequence[torch.Tensor] = ()
 ) -> None:
-    """Raises unless the tensors' numbers lie in memory, dense, and nothing is being traced.
+    """Raises unless the tensors are dense, hold their values in memory, and nothing is traced.
 
-    Before this rank meets the others: the group can go on. Tensors that the call writes to are
-    `written`: each of their numbers needs a place of its own.
+    Runs before this rank meets the others, so the group stays usable after an error. The elements
+    of tensors that the call writes to (`written`) must not overlap in memory.
     """
-    # Asked of torch's C++ throughout: this is in every call's way, and these take no microsecond.
+    # Every call pays for these checks. torch's C++ functions take less than a microsecond.
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
         raise RuntimeError(f"{kind} on the {backend} backend cannot be traced: {_INSTEAD}")
     for tensor in (*tensors, *written):
@@ -76,7 +76,7 @@ def check_memory(
                 f"{tensor.layout} on {tensor.device}"
             )
     for tensor in written:
-        # As torch's own `copy_` decides it, which would raise too late: after the ranks have met.
+        # The check of torch's `copy_`, which would raise only after the ranks have met.
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
             raise RuntimeError(
                 f"{kind} on the {backend} backend writes to its tensor, and several elements of "
@@ -93,7 +93,7 @@ def sizes_of(tensors: Sequence[torch.Tensor]) -> str:
 def split_rows(
     what: str, tensor: torch.Tensor, splits: Sequence[int], size: int
 ) -> Sequence[torch.Tensor]:
-    """A part for each of `size` ranks of a tensor split along its first dimension."""
+    """Splits a tensor along its first dimension into one part for each of `size` ranks."""
     rows = tensor.shape[0] if tensor.dim() else 0
     if not splits:
         if rows % size:
@@ -112,7 +112,7 @@ def split_rows(
 
 
 def check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int) -> None:
-    """Raises unless there is one tensor for each rank, all of one dtype."""
+    """Raises unless there is one tensor per rank and all have one dtype."""
     if len(tensors) != size:
         raise ValueError(f"{kind} needs {size} {what} tensors, one a rank, got {len(tensors)}")
     if len({tensor.dtype for tensor in tensors}) > 1:
@@ -120,7 +120,7 @@ def check_count(kind: str, what: str, tensors: Sequence[torch.Tensor], size: int
 
 
 def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
-    """Raises unless the inputs, of one dtype, are of the output's."""
+    """Raises unless the inputs, which share a dtype, have that of the output."""
     if inputs[0].dtype != output.dtype:
         raise ValueError(
             f"{kind} needs inputs and outputs of one dtype, got {inputs[0].dtype} and "
@@ -129,7 +129,7 @@ def check_dtype(kind: str, output: torch.Tensor, inputs: Sequence[torch.Tensor])
 
 
 def check_same(kind: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-    """Raises unless all have the size and the dtype of `tensor`."""
+    """Raises unless all tensors have the size and the dtype of `tensor`."""
     for other in others:
         if other.numel() != tensor.numel() or other.dtype != tensor.dtype:
             raise ValueError(
@@ -142,7 +142,7 @@ FINGERPRINT_NBYTES = 256
 
 
 class _Caller(threading.local):
-    """For whom this thread starts collectives: ` for bucket 0 of Reducer 2`; mostly empty."""
+    """The caller for whom this thread starts collectives, such as ` for bucket 0 of Reducer 2`."""
 
     suffix = ""
 
@@ -153,7 +153,7 @@ caller = _Caller()
 @lru_cache(maxsize=256)
 def fingerprint_of(operation: str, place: str) -> bytes:
     """At most `FINGERPRINT_NBYTES` bytes; long operations keep their beginning and a checksum."""
-    # The zero ends it, so that no fingerprint is the beginning of another.
+    # The zero keeps one fingerprint from being the beginning of another.
     encoded = f"{operation}\n{place}\0".encode()
     if len(encoded) > FINGERPRINT_NBYTES:  # lists of many sizes
         short = f"{operation[:150]}... (checksum {zlib.crc32(operation.encode()):08x})"
@@ -162,22 +162,22 @@ def fingerprint_of(operation: str, place: str) -> bytes:
 
 
 def mark_place(encoded: memoryview) -> None:
-    """Replaces the place by one that no rank gives."""
+    """Marks the place as one that no rank gives."""
     encoded[bytes(encoded).index(b"\n") + 1] = ord("*")
 
 
 def operation_in(encoded: bytes) -> str:
-    """The operation, without the place."""
+    """Returns the operation without the place."""
     return encoded.partition(b"\n")[0].decode()
 
 
 def split_fingerprints(joined: bytes) -> list[bytes]:
-    """Fingerprints that lie one behind the other."""
+    """Splits concatenated fingerprints."""
     return [joined[i : i + FINGERPRINT_NBYTES] for i in range(0, len(joined), FINGERPRINT_NBYTES)]
 
 
 def describe_difference(here: Sequence[tuple[int, str]], elsewhere: Sequence[str]) -> str:
-    """`rank 0 broadcast(...); ranks 1, 2 all_reduce(...)`, and operations of other machines."""
+    """`rank 0 broadcast(...); ranks 1, 2 all_reduce(...)`, then operations of other machines."""
     operations = dict.fromkeys(operation for _, operation in here)
     lines = [
         f"{name_ranks([rank for rank, called in here if called == operation])} {operation}"

@@ -1,10 +1,10 @@
-"""Process group whose ranks share a machine's memory: the part that every backend has in common.
+"""The base class of process groups whose ranks share a machine's memory.
 
-Collectives return at once with a handle; they run in order, on one thread per group (work.py).
-collectives.py has those that are not here, and a backend the messages: a `Transport`.
+A collective returns a work handle at once and runs on the group's thread, in order (`work.py`).
+`collectives.py` adds the other collectives; a backend adds a `Transport` that sends messages.
 """
 
-# torch.distributed calls these methods in one form; its C++ class has others besides.
+# torch.distributed calls only one overload of each C++ method.
 # mypy: disable-error-code="override, assignment"
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
 Tensors = Sequence[torch.Tensor]
 Make = Callable[[int, torch.dtype], torch.Tensor]
 
-# The part of torch's options that says: the caller is going to wait.
+# torch's options for a call with `async_op=False`: the caller waits at once.
 _AT_ONCE = SimpleNamespace(asyncOp=False)
 
 
@@ -46,12 +46,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         progress: called by threads that wait; see `CheckedBarrier`.
 
     Attributes:
-        checked_barrier: the ranks meet there before each operation.
-        backend: the name of the backend, for error messages.
+        checked_barrier: where the ranks meet before each operation.
     """
 
     backend: ClassVar[str]
-    # Each backend's method: makes the group of `ranks`, which are places in this one.
+    # Each backend defines this: makes the group of `ranks`, which are ranks in this group.
     _part: Callable[[Sequence[int], timedelta, str], SharedMemoryGroup]
 
     def __init__(
@@ -61,43 +60,42 @@ class SharedMemoryGroup(dist.ProcessGroup):
         progress: Progress = lambda: math.inf,
     ) -> None:
         super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
-        # In this order on all ranks: each of these exchanges messages when it is made.
+        # These constructors are collective, so all ranks must call them in this order.
         self._nodes = Nodes.of(everyone)
         self.checked_barrier = CheckedBarrier(self._nodes, progress)
         self._windows = Windows(self._nodes.node)
         self._stage = Stage(self._nodes, self.checked_barrier)
         self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows, self._stage)
-        # For `average_on_machine`.
-        self._reduce_here = self._reduce
+        self._reduce_here = self._reduce  # for `average_on_machine`
         if self.machines > 1:
             here = self._nodes.here
             self._reduce_here = AllReduce(
                 here, self.checked_barrier, self._windows, Stage(here, self.checked_barrier)
             )
         self._exchange = Exchange(self._nodes, self.checked_barrier, self._stage)
-        # Finding both takes as long as summing a small tensor: those last used are kept.
+        # Cached, since making the text takes as long as summing a small tensor.
         self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
-        # True if `ReduceOp.AVG` has the bits of a division before the sum, as torch's DDP: where
-        # 1/n is exact. Elsewhere AVG divides the sum, which has other bits.
+        # True if 1/n is exact. `ReduceOp.AVG` then gives the same bits as a division before the
+        # sum, as in torch's DDP. Otherwise AVG divides the sum, which gives other bits.
         self.divides_first = everyone.size.bit_count() == 1
         self._timeout = timeout
-        self._sequence = 0  # of calls, for error messages
+        self._sequence = 0  # numbers the calls in error messages
         self._worker = Worker(f"{self.backend}-group-{everyone.size}")
 
     @property
     def shares_memory(self) -> bool:
-        """True where two ranks of the group share a machine's memory, on whatever machine."""
+        """True if some two ranks of the group share a machine's memory."""
         return bool(self._stage.shares_memory)
 
     @property
     def machines(self) -> int:
-        """Number of machines; ranks that share no memory count as one each."""
+        """The number of machines; a rank that shares no memory counts as one."""
         return self._nodes.count
 
     def getBackendName(self) -> str:
         return self.backend
 
-    # torch keeps these in the backends of a group; this group is its own backend.
+    # torch keeps these names in a group's backends. This group is its own backend.
 
     def setGroupName(self, name: str) -> None:
         self._name = name
@@ -135,7 +133,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         group_desc: str | None = None,
         device_types: Any = None,
     ) -> SharedMemoryGroup | None:
-        """A group of some of this one's ranks; None on the others, which need not call it."""
+        """Makes a group of some of this group's ranks; None on the others, which need not call."""
         if self.rank() not in ranks:
             return None
         part = self._part(ranks, timeout or self._timeout, group_name or "")
@@ -144,14 +142,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return part
 
     def install_store(self) -> None:
-        """Lets torch know the group's store, where it may not have noted one yet. Idempotent."""
+        """Gives torch the group's store if it does not have it yet. Idempotent."""
 
     # Collectives ---------------------------------------------------------------------------------
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, crossing: torch.dtype | None = None
     ) -> dist.Work:
-        """As torch's; sums go from machine to machine in the dtype `crossing`, if that is given."""
+        """Runs torch's allreduce; sums cross between machines in the dtype `crossing`, if given."""
         op, operations = dist.ReduceOp.SUM if opts is None else opts.reduceOp, []
         for tensor in tensors:
             dense = tensor.is_cpu and tensor.layout is torch.strided
@@ -163,7 +161,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._submit("all_reduce", tensors, opts, operations, written=tensors)
 
     def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
-        """Tensors that cannot be reduced in shared memory."""
+        """Reduces sparse tensors and other dtypes, in a backend that can."""
         check_memory(self.backend, "all_reduce", written=tensors)
         raise RuntimeError(
             f"the {self.backend} backend cannot reduce tensors of {tensors[0].dtype}"
@@ -173,7 +171,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def average_on_machine(self, tensor: torch.Tensor) -> dist.Work:
-        """Averages over the ranks of this machine alone. Collective: on all machines."""
+        """Averages over the ranks of this machine. Collective over the whole group."""
         operation = Operation(f"average_on_machine of {size_of(tensor)}", lambda: [tensor])
         if (size := self._nodes.node.size) > 1:
             reduction = Reduction.of(dist.ReduceOp.AVG, tensor.dtype, size)
@@ -188,7 +186,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return f"all_reduce({reduction.name}) of {elements(numel, dtype)}{suffix}", reduction
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        # To meet is all it does.
         return self._submit("barrier", [], opts, [Operation("barrier", list)])
 
     # Memory that ranks share ---------------------------------------------------------------------
@@ -199,11 +196,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Implements the method by which torch's backends offer memory to send from."""
+        """Implements torch's method that allocates memory for fast communication."""
         try:
             return self.empty(size, dtype)
         except CommunicationError as error:
-            # Refused memory is no failure of the group: all ranks raise, and can go on.
+            # The group survives a lack of memory: all ranks get this error and can continue.
             if not isinstance(error.__cause__, NoSharedMemory):
                 raise
             if self.checked_barrier.rank == 0:
@@ -214,11 +211,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return torch.empty(size, dtype=dtype)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat uninitialised tensor in shared memory; each rank has its own. Collective."""
+        """Makes a flat uninitialised tensor in shared memory, one per rank. Collective."""
         return self._allocate("empty", self._windows.empty, numel, dtype)
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `empty`, but the same memory on all ranks of a machine. Collective."""
+        """Makes one such tensor for all ranks of a machine. Collective."""
         return self._allocate("empty_for_all", self._windows.empty_for_all, numel, dtype)
 
     def _allocate(self, kind: str, make: Make, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -230,11 +227,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return tensor
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor in memory that the machine's ranks share, each rank's at a place."""
+        """True if the tensor lies in memory from `empty`."""
         return bool(self._windows.place(tensor))
 
     def free_unused(self) -> None:
-        """Gives memory back that this rank no longer uses. Also a barrier. Collective."""
+        """Frees memory that this rank no longer uses. Also a barrier. Collective."""
         operation = Operation("free_unused", self._windows.free_unused)
         self._submit("free_unused", [], _AT_ONCE, [operation]).wait()
 
@@ -247,7 +244,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> None:
         """Gives each rank its share of a reduction; see `AllReduce.to_owners`. Collective.
 
-        Returns when this rank has it. Ranks with different labels all raise a CommunicationError.
+        All ranks raise a CommunicationError if their labels differ.
         """
         reduction = Reduction.of(op, tensor.dtype, self.size())
         operation = Operation(
@@ -260,7 +257,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Lifetime ------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Limits operations that begin from now on."""
         self._timeout = timeout
 
     def _submit(
@@ -272,43 +268,39 @@ class SharedMemoryGroup(dist.ProcessGroup):
         read: Iterable[torch.Tensor] = (),
         written: Tensors = (),
     ) -> NodeWork:
-        """Gives the operations to the group's thread, under one handle.
-
-        `tensors` are those that an error and the profiler tell of.
-        """
+        """Submits operations under one work handle; errors and the profiler name `tensors`."""
         read = [*read]
         plain = not torch._C._len_torch_dispatch_stack()
         for tensor in (*read, *written):
             keys = torch._C._dispatch_keys(tensor).raw_repr()
             plain = plain and keys == PLAIN and tensor.is_contiguous()
-        if not plain:  # else it is what most tensors are, and the check would find nothing
+        if not plain:  # most tensors are, and pass the check
             check_memory(self.backend, kind, *read, written=written)
-        # Not for a call whose arguments were refused: that raised before.
-        self._sequence += 1
+        self._sequence += 1  # after the check: a call with invalid arguments gets no number
         name = partial(_name_call, kind, self._sequence, self._nodes.everyone, tensors)
         run = partial(run_in_turn, operations, self.checked_barrier, self._timeout.total_seconds())
         if torch.is_inference_mode_enabled() or any(map(torch.Tensor.is_inference, tensors)):
-            run = torch.inference_mode()(run)  # such tensors may be written to there alone
-        # A caller that waits at once (`async_op=False`) may run them itself, which saves the way to
-        # the thread and back. Not across machines: a machine that is gone may be waited for as long
-        # as TCP does, and only a caller that waits for the thread can leave.
+            run = torch.inference_mode()(run)  # torch forbids writes to such tensors elsewhere
+        # A caller that waits at once (`async_op=False`) may run the operations itself, which saves
+        # two thread switches. Not across machines: TCP may wait for a lost machine far beyond the
+        # timeout, and only a caller that waits for another thread can stop waiting.
         at_once = self._nodes.count == 1 and not getattr(opts, "asyncOp", True)
         work = NodeWork(name, self._timeout, self.checked_barrier)
         if torch.autograd.profiler._is_profiler_enabled:
-            at_once = False  # a range is asynchronous if it ends in another thread
+            at_once = False  # an asynchronous range must end in another thread
             run = _in_range(f"{self.backend}:{kind}", tensors, run)
         return self._worker.submit(work, run, at_once)
 
     def _free_memory(self) -> None:
         self._reduce.free()
-        self._reduce_here.free()  # the same on one machine: freed twice does no harm
+        self._reduce_here.free()  # idempotent: on one machine both are the same object
         self._windows.free_unused()
         self.checked_barrier.free()
 
 
 def _in_range(name: str, tensors: Tensors, run: Callable[[], Result]) -> Callable[[], Result]:
     """Opens an asynchronous range of torch.profiler, as torch's own backends do; `run` ends it."""
-    # A future of its own: of the handle's, a thread that waits may stop the profiler too early.
+    # Not the handle's future: its waiters could stop the profiler before the range has ended.
     ended: torch.futures.Future[None] = torch.futures.Future()
     with torch.profiler.record_function(name, str([list(t.shape) for t in tensors])) as of_call:
         of_call._call_end_callbacks_on_future(ended)

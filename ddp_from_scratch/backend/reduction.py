@@ -11,14 +11,14 @@ import torch.distributed as dist
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 Combine = Callable[..., torch.Tensor]
 
-# Elements that are summed at a time: they stay in the processor's cache from one operation to the
-# next, and each is large beside the cost of a call.
+# Elements per call: small enough to stay in the processor's cache between operations, and large
+# enough to make the cost of a call negligible.
 CHUNK = 256 * 1024
 
-# Reduced in float32, so that a fold rounds once.
+# Reduced in float32, so a fold rounds only once.
 WIDENED = (torch.float16, torch.bfloat16)
 
-# Torch has others, which it cannot add on a CPU, or only in part.
+# torch cannot add other dtypes on a CPU, or only some of them.
 REDUCED = (
     *WIDENED,
     *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
@@ -45,10 +45,10 @@ class Reduction:
     """One of torch's reductions on elements of one dtype.
 
     Attributes:
-        op: torch's.
-        dtype: that of the result before it is put back: float32 for 16-bit floats.
-        combine: two tensors to one.
-        divisor: AVG is a sum, divided by it; 1 for the others.
+        op: torch's reduce operation.
+        dtype: the dtype in which it computes: float32 for 16-bit floats.
+        combine: reduces two tensors to one.
+        divisor: AVG divides the sum by it; 1 for other operations.
     """
 
     op: dist.ReduceOp.RedOpType
@@ -59,7 +59,7 @@ class Reduction:
     @staticmethod
     @cache
     def of(op: ReduceOp, dtype: torch.dtype, size: int) -> "Reduction":
-        """The reduction over `size` ranks; a RuntimeError where torch's has no meaning."""
+        """Returns the reduction over `size` ranks; a RuntimeError if it is undefined."""
         if dtype not in REDUCED:
             raise RuntimeError(f"cannot reduce tensors of {dtype}")
         kind = next((kind for kind in _COMBINE if op == kind), None)
@@ -76,11 +76,11 @@ class Reduction:
         return self.op.name
 
     def fold(self, tensors: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
-        """Leaves the reduction of tensors of one shape in `scratch`, which is returned.
+        """Reduces tensors of one shape into `scratch`, and returns it.
 
-        `scratch` has the reduction's dtype, and may be the first tensor's own memory.
+        `scratch` has the reduction's dtype and may be the first tensor itself.
         """
-        # In the order of ranks, from the first on: sums of floats depend on it.
+        # Always in rank order, since sums of floats depend on the order.
         wide = tensors
         if tensors[0].dtype != self.dtype:
             wide = [tensor.to(self.dtype) for tensor in tensors]
@@ -99,7 +99,7 @@ class Reduction:
         return scratch
 
     def fold_into(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-        """Replaces `result` by the reduction of parts of its dtype; a chunk at a time, in cache."""
+        """Replaces `result` by the reduction of parts of its dtype, a chunk at a time."""
         scratch = torch.empty(min(CHUNK, result.numel()), dtype=self.dtype)
         chunks = zip(*(part.split(CHUNK) for part in parts), strict=True)
         for into, chunk in zip(result.split(CHUNK), chunks, strict=True):
@@ -107,18 +107,18 @@ class Reduction:
 
     @cached_property
     def undivided(self) -> "Reduction":
-        """The sum that an average is made of; any other reduction as it is."""
+        """The sum for an average; any other reduction itself."""
         return replace(self, divisor=1)
 
     @property
     def divides_first(self) -> bool:
-        """True where the summands are divided rather than the sum, which then cannot overflow."""
-        # Only where 1/divisor is exact, so that the bits are the same.
+        """True if a fold divides the summands, so that their sum cannot overflow."""
+        # Only where 1/divisor is exact, so the bits stay the same.
         fractional = self.dtype.is_floating_point or self.dtype.is_complex
         return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
 
     def divide(self, reduced: torch.Tensor) -> None:
-        """Makes a sum an average, in place; leaves other reductions as they are."""
+        """Turns a sum into an average in place; leaves other reductions unchanged."""
         if self.divisor > 1:
             if reduced.is_floating_point() or reduced.is_complex():
                 reduced /= self.divisor
@@ -127,9 +127,9 @@ class Reduction:
 
 
 def share_of(numel: int, rank: int, owners: int) -> tuple[int, int]:
-    """Begin and end of the share of `numel` elements that `rank` reduces; empty past the owners.
+    """Returns begin and end of the share that `rank` reduces; empty if `rank` is no owner.
 
-    Shares begin at multiples of 16 elements, so that no two ranks write to one cache line.
+    Shares begin at multiples of 16 elements, so no two ranks write to the same cache line.
     """
     step = -(-numel // (16 * owners)) * 16
     return min(rank * step, numel), min((rank + 1) * step, numel)

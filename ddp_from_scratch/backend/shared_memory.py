@@ -1,8 +1,7 @@
 """Memory that the ranks of one machine share, and POSIX semaphores in it.
 
-A rank sleeps on a semaphore until another rank wakes it. The memory is a file without a name. MPI's
-windows are not used: they are files in `/dev/shm`, which containers often keep at 64 MB, and where
-one rank finds no room there, the others wait for it.
+The memory is an unnamed file. MPI windows would be files in `/dev/shm`, which containers often
+limit to 64 MB, and a rank that found no room there would leave the others waiting.
 """
 
 import ctypes
@@ -23,21 +22,17 @@ import torch
 from ddp_from_scratch.backend.transport import Transport
 from ddp_from_scratch.errors import NoSharedMemory
 
-SEMAPHORES_AVAILABLE = sys.platform.startswith("linux")  # macOS has none that live in shared memory
-SEMAPHORE_NBYTES = (
-    64  # at least sizeof(sem_t), and a cache line: no two ranks write to the same one
-)
+SEMAPHORES_AVAILABLE = sys.platform.startswith("linux")  # macOS has none in shared memory
+SEMAPHORE_NBYTES = 64  # at least sizeof(sem_t), and a cache line, so no two ranks share one
 
-# Seconds of spinning before a rank sleeps. It yields the core in between. Ranks that come together
-# then meet in about a microsecond, where falling asleep and waking up takes ten to fifty; a rank
-# that computes was slowed by no more than these. Where others want the core, the first yield takes
-# longer than that, and a sleeper gets it back sooner than one that yields.
+# Seconds for which a rank spins, yielding the core, before it sleeps. Ranks that arrive together
+# meet in about a microsecond, while falling asleep and waking up takes ten to fifty; a rank that
+# computes loses no more than that. If others want the core, the first yield already takes longer
+# than this limit, and a sleeping rank gets the core back sooner than a yielding one.
 _SPIN = 50e-6
 
-# Without the interpreter's lock where a call may sleep, with it where it returns at once.
-if (
-    SEMAPHORES_AVAILABLE
-):  # the module is imported everywhere, and Windows has no library without a name
+# Calls that may sleep release the GIL; the others keep it. Windows cannot load `None`.
+if SEMAPHORES_AVAILABLE:
     _sleeping = ctypes.CDLL(None, use_errno=True)
     _at_once = ctypes.PyDLL(None)
 
@@ -47,16 +42,16 @@ class _Timespec(ctypes.Structure):
 
 
 class Semaphore:
-    """A counter in shared memory, which one rank raises and another one waits for.
+    """A counter in shared memory that one rank raises and another rank waits for.
 
-    Memory written before a `post` can be read after the wait that it ended.
+    What a rank writes before `post` is visible to the other rank after its wait.
     """
 
     def __init__(self, address: int) -> None:
         self._address = ctypes.c_void_p(address)
 
     def create(self) -> None:
-        """Sets it to zero. Called once, by one rank, before any other touches it."""
+        """Sets the counter to zero. One rank calls it once, before any other rank uses it."""
         between_processes = 1
         if _at_once.sem_init(self._address, between_processes, 0):
             raise OSError("cannot make a semaphore in shared memory")
@@ -65,7 +60,7 @@ class Semaphore:
         _at_once.sem_post(self._address)
 
     def spin(self) -> bool:
-        """Lowers it by one if it gets above zero within 50 µs; True if it did."""
+        """Decrements the counter if it gets above zero within 50 µs; True if it did."""
         if _at_once.sem_trywait(self._address) == 0:
             return True
         began = time.monotonic()
@@ -76,35 +71,35 @@ class Semaphore:
         return False
 
     def sleep(self, deadline: float) -> bool:
-        """Lowers it by one as soon as it is above zero; True if it did. May give up early."""
-        # The system call knows the wall clock alone, which may be set meanwhile: deadlines are not
-        # far off. It also ends with a signal: Ctrl-C is heard.
+        """Decrements the counter once it is above zero; True if it did. May return early."""
+        # The system call takes a wall-clock time, and the clock may be set, so deadlines are short.
+        # A signal also ends the call, so Ctrl-C works.
         seconds = time.time() + max(deadline - time.monotonic(), 0.0)
         until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
         return int(_sleeping.sem_timedwait(self._address, ctypes.byref(until))) == 0
 
 
-# Ranks that hear of one another in a round.
+# Ranks that learn of one another in a round.
 _WAYS = 4
 
 
 class DisseminationBarrier:
-    """Returns on no rank of a machine before every one has called `wait`.
+    """A barrier of a machine's ranks, made of semaphores.
 
-    Follows Hensgen, Finkel and Manber (1988), with several ways in a round (Hoefler, Mehlan, Mietke
-    and Rehm 2006): in round k rank r wakes the ranks r + 4^k, r + 2 x 4^k and r + 3 x 4^k, those
-    that are less than n away, and waits for the ranks that wake it. After log4(n) rounds each has
-    heard of all.
+    The algorithm is that of Hensgen, Finkel and Manber (1988) with several ways per round (Hoefler,
+    Mehlan, Mietke and Rehm 2006): in round k rank r wakes ranks r + 4^k, r + 2 x 4^k and
+    r + 3 x 4^k, where the distance is less than n, and waits for the ranks that wake it. After
+    log4(n) rounds every rank knows that all have arrived.
 
     Args:
-        addresses: of each rank's semaphores, `semaphores_nbytes(size)` bytes, in this process.
-        rank: creates its own semaphores; no other may `wait` before that.
+        addresses: by rank, where its `semaphores_nbytes(size)` bytes lie in this process.
+        rank: this rank, which creates its own semaphores; no other may `wait` before that.
     """
 
     def __init__(self, addresses: Sequence[int], rank: int) -> None:
         self._rounds: list[tuple[list[Semaphore], list[Semaphore]]] = []
-        # One semaphore for each distance in each round: the second post of a fast rank must not
-        # stand for the first of a slow one.
+        # Each distance in each round has its own semaphore, so a second post of a fast rank cannot
+        # replace the first post of a slow one.
         places = count(0, SEMAPHORE_NBYTES)
         for distances in rounds_of(len(addresses)):
             wakes, waits = [], []
@@ -115,12 +110,11 @@ class DisseminationBarrier:
             self._rounds.append((wakes, waits))
 
     def wait(self, next_check: Callable[[], float], check: Callable[[], None]) -> None:
-        """Sleeps until every rank has called it, but for a `check`, which may raise, at times."""
+        """Sleeps until every rank has called it, and runs `check`, which may raise, in between."""
         for wakes, waits in self._rounds:
             for other in wakes:
                 other.post()
             for own in waits:
-                # `sleep` also ends without being woken: at the time of a check, or by a signal.
                 while not (own.spin() or own.sleep(next_check())):
                     check()
 
@@ -131,7 +125,7 @@ def semaphores_nbytes(size: int) -> int:
 
 
 def rounds_of(size: int) -> list[list[int]]:
-    """Distances to the ranks that a rank wakes, by round: [[1, 2, 3], [4, 8]] of 12 ranks."""
+    """By round, distances to the ranks that a rank wakes: [[1, 2, 3], [4, 8]] for 12 ranks."""
     rounds, step = [], 1
     while step < size:
         rounds.append(list(range(step, size, step))[: _WAYS - 1])
@@ -139,37 +133,36 @@ def rounds_of(size: int) -> list[list[int]]:
     return rounds
 
 
-# Tensors that outlive a call are made under it. The program may be in inference mode in that call,
-# and tensors that are made there cannot be written to elsewhere.
+# For tensors that outlive a call: outside of inference mode, nobody may write to one made in it.
 LASTING = torch.inference_mode(False)
 
-# Bytes of all ranks of a machine: a barrier's memory, which a group cannot do without, and more.
-# Tried before the barrier is made: other machines would wait for ranks that find no room there.
+# Bytes, more than the barriers of a machine need. A group tries to map them before it makes its
+# barrier, where other machines would wait for ranks that found no room.
 _TO_MEET = 2**20
 
 
 class SharedMemory:
-    """A segment for each rank of a node; every rank sees all of them.
+    """Shared memory with a segment for each rank of a node, which every rank of it can access.
 
         memory  | rank 0's segment | rank 1's segment | ...
                   nbytes             nbytes, from the next page on
 
-    Collective to make; a failure raises NoSharedMemory on all ranks. The memory is gone
-    with the last process that has it, however that ends.
+    The constructor is collective; a failure raises NoSharedMemory on all ranks. The memory is freed
+    with the last process that maps it, however that process ends.
 
     Args:
         node: the ranks.
-        nbytes: size of this rank's segment; may differ over ranks.
+        nbytes: the size of this rank's segment; may differ between ranks.
 
     Attributes:
-        addresses: of each rank's segment, in this process.
-        segments: of each rank, as flat uint8 tensors; empty for one that was taken.
+        addresses: by rank, where its segment lies in this process.
+        segments: by rank, a flat uint8 tensor; empty for a segment that was taken.
     """
 
     @LASTING
     def __init__(self, node: Transport, nbytes: int) -> None:
         sizes = node.allgather(nbytes)
-        # Each on pages of its own: a page lies near the processor that first writes to it.
+        # Segments share no page, since a page lies near the processor that first writes to it.
         *begins, end = accumulate(
             (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0
         )
@@ -184,9 +177,8 @@ class SharedMemory:
 
     @LASTING
     def take(self, rank: int) -> torch.Tensor:
-        """A rank's segment, in use for as long as a tensor lies in it. Called once."""
-        # The tensor alone owns the array from now on, and views of it own it, too: when the weak
-        # reference dies, no tensor lies in the segment any more.
+        """Returns a rank's segment, which is in use while a tensor lies in it. Called once."""
+        # Only the tensor and its views own the array from now on.
         self._taken = weakref.ref(self._arrays[rank])
         taken, self.segments[rank] = self.segments[rank], torch.empty(0, dtype=torch.uint8)
         self._arrays.clear()
@@ -197,13 +189,13 @@ class SharedMemory:
         return self._taken is not None and self._taken() is not None
 
     def free(self) -> None:
-        """Unmaps it, once no tensor lies in it any more."""
+        """Unmaps the memory once no tensor lies in it any more."""
         self.segments = []
         self._arrays.clear()
 
 
 def can_share(node: Transport) -> bool:
-    """True where these ranks can share memory, enough to meet. Collective: the same on all."""
+    """True if these ranks can share enough memory to meet. Collective: equal on all ranks."""
     try:
         SharedMemory(node, _TO_MEET // node.size).free()
     except NoSharedMemory as error:
@@ -214,7 +206,7 @@ def can_share(node: Transport) -> bool:
 
 
 def _map(node: Transport, nbytes: int) -> mmap.mmap:
-    """Zeros that are the same memory on all ranks of the node."""
+    """Maps the same zeroed memory on all ranks of the node."""
     if node.size == 1:
         try:
             return mmap.mmap(-1, nbytes)
@@ -234,8 +226,8 @@ def _map(node: Transport, nbytes: int) -> mmap.mmap:
             mapped = _map_file(path, identity, nbytes)
         except OSError as error:
             problem = str(error)
-    # All ranks hear of any rank's problem, so that none waits for one that has given up. The first
-    # rank's file stays open until then: the others open it by the number that it has there.
+    # All ranks learn of any rank's problem, so none waits for a rank that has given up. Until then
+    # the first rank keeps the file open, since the others open it through its descriptor.
     problems = [text for text in node.allgather(problem) if text]
     if file >= 0:
         os.close(file)
@@ -247,8 +239,8 @@ def _map(node: Transport, nbytes: int) -> mmap.mmap:
 
 
 def _nameless_file(nbytes: int) -> int:
-    """A descriptor of zeros in memory, or an OSError."""
-    # Linux would grant more than there is, and end the process that writes to it.
+    """Opens an unnamed file of zeros in memory; raises an OSError if it cannot."""
+    # Linux would grant more memory than there is, and then kill a process that writes to it.
     if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise OSError("this machine has less memory")
     file = os.memfd_create("ddp")
@@ -263,7 +255,7 @@ def _nameless_file(nbytes: int) -> int:
 def _map_file(path: str, identity: tuple[int, int], nbytes: int) -> mmap.mmap:
     file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if _identity(file) != identity:  # containers number their processes each from 1
+        if _identity(file) != identity:  # each container numbers its processes from 1
             raise OSError(f"{path} is another container's")
         return mmap.mmap(file, nbytes)
     finally:
@@ -285,9 +277,9 @@ class Nodes:
 
     Attributes:
         everyone: all ranks of the group.
-        node: those of this machine, which share memory.
-        peers: rank i of every machine that has one, where this is rank i of its own.
-        count: number of machines.
+        node: the ranks of this machine, which share memory.
+        peers: rank i of each machine with more than i ranks, if this is rank i of its machine.
+        count: the number of machines.
     """
 
     everyone: Transport
@@ -297,19 +289,19 @@ class Nodes:
 
     @classmethod
     def of(cls, everyone: Transport) -> Self:
-        """Finds the ranks that share memory."""
+        """Finds the ranks that share memory. Collective."""
         here = everyone.split_by_machine()
-        # Containers on one machine may be unable to share memory: then each rank counts as one.
+        # If containers on a machine cannot share memory, each rank counts as a machine.
         shared = SEMAPHORES_AVAILABLE and can_share(here)
         node = here.split(0 if shared else here.rank)
         here.free()
         peers = everyone.split(node.rank)
-        # Every machine has a first rank, so the peers of that one count the machines.
+        # Every machine has a first rank, whose peers are as many as the machines.
         return cls(everyone, node, peers, count=node.allgather(peers.size)[0])
 
     @property
     def here(self) -> "Nodes":
-        """This machine's ranks, as if there were no others."""
+        """Nodes of this machine's ranks alone."""
         return Nodes(self.node, self.node, self.node, count=1)
 
     def free(self) -> None:

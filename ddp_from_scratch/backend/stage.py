@@ -1,4 +1,4 @@
-"""A group's shared memory: a stage that tensors pass through, and windows, tensors that stay."""
+"""Uses of a group's shared memory: a stage for tensors that pass through, windows for others."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -12,10 +12,10 @@ from ddp_from_scratch.backend.shared_memory import LASTING, Nodes, SharedMemory
 from ddp_from_scratch.backend.transport import Transport, flat_bytes
 from ddp_from_scratch.errors import NoSharedMemory
 
-# Bytes of a piece. Those of a few ranks stay in the processor's cache from one step to the next.
+# Bytes per piece, so few that the pieces of some ranks together stay in the processor's cache.
 PIECE = 1024 * 1024
 
-# The same where pieces cross a network, too: every one of them waits for its latency.
+# Bytes per piece with several machines; larger, since each piece pays the network's latency.
 PIECE_ACROSS = 4 * 1024 * 1024
 
 _SLOTS = 3
@@ -27,17 +27,15 @@ class Stage:
         rank 0's segment   | piece 0 | piece 1 | piece 2 |   | piece 3 | ...
         rank 1's segment   | piece 0 | piece 1 | piece 2 |   | piece 3 | ...
 
-    Three slots let one barrier a piece be enough: while a fast rank copies piece k + 1 in, a slow
-    one may still reduce piece k, or copy the result of piece k - 1 out. The next tensor begins in
-    the slot after the last one's.
-
-    Collective to make.
+    With three slots, one barrier per piece is enough: while a fast rank copies piece k + 1 in, a
+    slow one may still reduce piece k, or copy the result of piece k - 1 out. The next tensor starts
+    in the slot after that of the last piece. The constructor is collective.
 
     Attributes:
-        owners: ranks that reduce a share of each piece: as many as the smallest machine has, so
-            that each share has an owner everywhere.
-        shares_memory: two ranks of some machine share memory; False also once a machine had none
-            for a stage.
+        owners: how many ranks of a machine reduce a share: as many as the smallest machine has, so
+            every share has an owner on every machine.
+        shares_memory: True if two ranks of some machine share memory, and no machine has failed to
+            map a stage.
     """
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier) -> None:
@@ -46,11 +44,10 @@ class Stage:
         self.owners, self.shares_memory = min(sizes), max(sizes) > 1
         self._nbytes = PIECE if nodes.count == 1 else PIECE_ACROSS
         self._memory: SharedMemory | None = None
-        # Goes on from tensor to tensor: a slow rank may still copy the last result out of its slot.
+        # Not reset between tensors: a slow rank may still copy the last result out of its slot.
         self._slot = 0
-        # Making so many views takes as long as reducing a small piece: those last used are kept.
+        # Cached, since making these views takes as long as reducing a small piece.
         self._views = lru_cache(maxsize=3 * _SLOTS)(self._make_views)
-        # Of the tensor that is in.
         self._dense: torch.Tensor | None = None
         self._pieces: Sequence[torch.Tensor] = ()
 
@@ -63,12 +60,12 @@ class Stage:
         return self._dense is not None
 
     def open(self) -> bool:
-        """Makes the memory at first use; False where a machine has none for it. Collective."""
+        """Maps the memory at first use; False if a machine cannot. Collective."""
         if self._memory is None and self.shares_memory:
             with suppress(NoSharedMemory):
                 self._memory = SharedMemory(self._nodes.node, _SLOTS * self._nbytes)
             if not all(self._nodes.everyone.allgather(self._memory is not None)):
-                # By messages alone from now on, on all machines: their ways must not differ.
+                # All machines must use the same algorithm, so all use messages from now on.
                 self._memory, self.shares_memory = None, False
         return self._memory is not None
 
@@ -78,30 +75,29 @@ class Stage:
             self._memory.free()
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Copies a tensor's first piece in, before the ranks meet. Repeated: in its place."""
+        """Copies a tensor's first piece in, before the ranks meet. A second call replaces it."""
         self._dense = tensor.contiguous()
         self._pieces = self._dense.view(-1).split(self._nbytes // tensor.itemsize)
         self._copy_in(self._pieces[0])
 
     def shares(self) -> Iterator[list[torch.Tensor]]:
-        """This rank's share of each piece, of every rank, once all have copied the piece in.
+        """Yields for each piece this rank's share of it, from every rank.
 
-        The caller leaves the share's result in the first one before it asks for the next.
+        The caller writes the result to the first one before it asks for the next.
         """
         for number, piece in enumerate(self._pieces):
             parts, shares = self._views(piece.numel(), piece.dtype, self._slot)
             yield shares
             self._slot = (self._slot + 1) % _SLOTS
-            # Before the barrier, so that one barrier serves two ends: after it piece k is reduced
-            # and piece k + 1 is in.
+            # Before the barrier, after which piece k is reduced and also piece k + 1 is in.
             if number + 1 < len(self._pieces):
                 self._copy_in(self._pieces[number + 1])
             self._barrier.wait()
-            # In the first rank's part all owners have left their shares; all ranks read it.
+            # All owners have written their results to the first rank's part.
             piece.copy_(parts[0])
 
     def take(self) -> torch.Tensor:
-        """The reduced tensor: the one that was given to `fill`, or a dense copy of it."""
+        """Returns the reduced tensor: the argument of `fill`, or a dense copy of it."""
         dense, self._dense, self._pieces = self._dense, None, ()
         assert dense is not None, "the stage is empty"
         return dense
@@ -109,9 +105,9 @@ class Stage:
     def publish(
         self, sent: Sequence[torch.Tensor], most: int
     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yields, piece by piece, where in its rank's bytes a piece begins, and all ranks' pieces.
+        """Yields for each piece where it begins in its rank's bytes, and every rank's piece.
 
-        `sent` are this rank's bytes, of which no rank has more than `most`.
+        `sent` are this rank's bytes. No rank has more than `most`.
         """
         for begin in range(0, most, self._nbytes):
             parts, _ = self._views(self._nbytes, torch.uint8, self._slot)
@@ -132,7 +128,7 @@ class Stage:
     def _make_views(
         self, numel: int, dtype: torch.dtype, slot: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Each rank's piece in a slot, and the shares of them that this rank reduces."""
+        """Returns each rank's piece in a slot, and this rank's share of each."""
         assert self._memory is not None, "the stage is not open"
         begin, nbytes = slot * self._nbytes, numel * dtype.itemsize
         parts = [part[begin : begin + nbytes].view(dtype) for part in self._memory.segments]
@@ -143,21 +139,21 @@ class Stage:
 def overlap(
     piece: torch.Tensor, tensor: torch.Tensor, at: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What both hold of the same bytes, where the tensor begins `at` bytes into the piece."""
+    """Returns the common bytes of both, if the tensor begins `at` bytes into the piece."""
     first = max(at, 0)
     last = max(first, min(at + tensor.numel(), piece.numel()))
     return piece[first:last], tensor[first - at : last - at]
 
 
 class Exchange:
-    """Copies tensors from rank to rank: through shared memory on one machine, else as messages."""
+    """Copies tensors from rank to rank: in shared memory on one machine, otherwise by messages."""
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier, stage: Stage) -> None:
         self._nodes, self._barrier, self._stage = nodes, barrier, stage
         self._size = nodes.everyone.size
 
     def prepare(self, sent: Sequence[torch.Tensor], most: int) -> str:
-        """Brings few bytes along to the coming meeting: see `__call__`."""
+        """Copies small tensors to the eager buffer before the ranks meet; see `__call__`."""
         if self.is_eager(most):
             buffer, at = self._barrier.eager[self._barrier.rank][1 - self._barrier.parity], 0
             for tensor in sent:
@@ -177,11 +173,11 @@ class Exchange:
         """Sends this rank's tensors and receives others', after the ranks have met.
 
         Args:
-            sent: none, one for all ranks, or one for each.
-            received: by the rank that sends it; None where that sends this rank nothing.
-            most: bytes that any rank sends at most; the same on all ranks.
-            begins: by rank, where in all its bytes those for this rank begin; 0 unless given.
-            prepared: `prepare` was called for it.
+            sent: no tensor, one for all ranks, or one for each.
+            received: by source; None if that rank sends this one nothing.
+            most: the largest number of bytes that a rank sends; equal on all ranks.
+            begins: by source, where in its bytes those for this rank begin; 0 by default.
+            prepared: False if `prepare` was not called for this exchange.
         """
         own = self._nodes.everyone.rank
         wanted = [
@@ -211,7 +207,7 @@ class Exchange:
             received = [tensor if rank == root else None for rank in range(self._size)]
             self([tensor] if own == root else [], received, tensor.nbytes)
             return
-        # The root sends each rank a part, for that to send to all: no rank sends more than another.
+        # The root sends each rank a part, which that rank sends to all. This spreads the load.
         dense = tensor.contiguous()
         parts = flat_bytes(dense).tensor_split(self._size)
         nothing = [_NOTHING] * self._size
@@ -222,8 +218,8 @@ class Exchange:
             tensor.copy_(dense)
 
     def is_eager(self, most: int) -> bool:
-        """True if so many bytes of each rank travel in the eager buffers of a meeting."""
-        # Eager buffers reach no other machine.
+        """True if so many bytes from each rank fit into the eager buffers of a meeting."""
+        # Ranks on other machines cannot read the eager buffers.
         return self._nodes.count == 1 and most <= self._barrier.eager_nbytes
 
     def _read(
@@ -249,48 +245,48 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class Windows:
     """A group's tensors in shared memory.
 
-    Memory that this rank no longer uses is unmapped at the next `empty` or at the end of the group.
-    The machine has it back when the last rank has unmapped it.
+    A rank unmaps memory without tensors at the next `empty` or at the end of the group. The memory
+    is free once the last rank has unmapped it.
     """
 
     def __init__(self, node: Transport) -> None:
         self._node = node
         self._others = [rank for rank in range(node.size) if rank != node.rank]
-        # By the address of this rank's segment, which differs over ranks; the number beside it does
-        # not, and names the window between them.
+        # By address of the owner's segment. Addresses differ between ranks, so the ranks name a
+        # window by its number, the same everywhere.
         self._memories: dict[int, tuple[int, SharedMemory]] = {}
         self._made = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat, uninitialised tensor, or NoSharedMemory. Collective: the same on all ranks."""
+        """Makes a flat, uninitialised tensor per rank, or raises NoSharedMemory. Collective."""
         return self._make(numel, dtype, self._node.rank)
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """As `empty`, but one tensor for all ranks of the machine: the same memory."""
+        """Makes one such tensor for all ranks of the machine. Collective."""
         return self._make(numel, dtype, 0)
 
     def _make(self, numel: int, dtype: torch.dtype, owner: int) -> torch.Tensor:
         self.free_unused()
-        self._made += 1  # also where it fails: other machines may have the memory
+        self._made += 1  # even if it fails below, since it may succeed on other machines
         mine = owner == self._node.rank
         memory = SharedMemory(self._node, numel * dtype.itemsize if mine else 0)
         self._memories[memory.addresses[owner]] = (self._made, memory)
         return memory.take(owner).view(dtype)
 
     def place(self, tensor: torch.Tensor) -> str:
-        """The tensor's place, by a name that all ranks have for it; empty outside a window."""
-        # A storage begins where its window begins, at whatever offset the tensor lies in it.
+        """Returns the tensor's place under a name equal on all ranks; empty outside a window."""
+        # The storage begins where the window begins, whatever the tensor's offset in it.
         address = tensor.untyped_storage().data_ptr()
         if address not in self._memories or not tensor.is_contiguous():
             return ""
         number, memory = self._memories[address]
-        # One tensor for all ranks: an all-reduce in place would add the same memory several times.
+        # From `empty_for_all`: an all-reduce in place would add the same memory several times.
         if not all(memory.segments[rank].numel() for rank in self._others):
             return ""
         return f"window {number} at {tensor.data_ptr() - address}"
 
     def by_rank(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor at this one's place, flat; this one among them."""
+        """Returns every rank's tensor at the place of this one, flat."""
         address = tensor.untyped_storage().data_ptr()
         _, memory = self._memories[address]
         begin = tensor.data_ptr() - address
@@ -302,8 +298,8 @@ class Windows:
         return found
 
     def free_unused(self) -> None:
-        """Unmaps the memory in which no tensor of this rank lies any more."""
-        # Other ranks may still have it: each has mapped it for itself, and none reduces in place
+        """Unmaps memory in which no tensor of this rank lies any more."""
+        # Other ranks may still use it: each has its own mapping, and none can reduce in place
         # without this rank's tensor.
         for address, (_, memory) in list(self._memories.items()):
             if not memory.in_use:

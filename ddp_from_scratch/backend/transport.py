@@ -1,6 +1,6 @@
-"""Transports: the messages that shared memory cannot replace, and gloo's way to send them.
+"""Transports send the messages that set up shared memory, and those between machines.
 
-They set shared memory up, and go between machines. `mpi_transport.py` has them over MPI.
+This module sends them over gloo, `mpi_transport.py` over MPI.
 """
 
 import os
@@ -24,11 +24,11 @@ from ddp_from_scratch.waiting import lost_rank_check
 
 
 class Transport(Protocol):
-    """Ranks that exchange messages. Each method is collective, and called by one thread at a time.
+    """Ranks that exchange messages. Each method is collective; one thread at a time may call it.
 
     Attributes:
-        rank, size: this rank's place among them, and their number.
-        world_ranks: by rank, its number in the whole job, by which errors name it.
+        rank, size: this rank's index, and the number of ranks.
+        world_ranks: by rank, the rank in the whole job, which errors name.
     """
 
     rank: int
@@ -37,40 +37,41 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    # Also stands for a broadcast and a barrier: called when memory is mapped, never in a step.
+    # Also used as broadcast and barrier: only setup calls it, so its speed does not matter.
     def allgather(self, value: Any) -> list[Any]:
-        """Every rank's value, in order of ranks. Returns after all ranks have called it."""
+        """Returns every rank's value, in rank order, after all ranks have called it."""
 
     def split(self, color: int) -> Self:
-        """A transport of the ranks that pass the same color, in the same order."""
+        """Returns a transport of the ranks that pass the same color, in the same order."""
 
     def split_by_machine(self) -> Self:
-        """A transport of the ranks that run on this rank's machine."""
+        """Returns a transport of the ranks that run on this rank's machine."""
 
     def free(self) -> None: ...
 
     def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
-        """Starts to gather equally many bytes of every rank; returns a poll, True at the end.
+        """Starts to gather the same number of bytes from every rank.
 
-        A caller that stops polling before that calls nothing else on the transport.
+        Returns a function that returns True once all have arrived. A caller that stops calling it
+        before that must not use the transport again.
         """
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        """Sends each rank a tensor and receives one of each: dense, flat, of sizes that agree."""
+        """Sends a tensor to each rank and receives one from each; dense, flat, of equal sizes."""
 
 
 def flat_bytes(dense: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor."""
-    # A single element is dense with any stride, and `view` keeps that stride.
+    """Returns the memory of a dense tensor as bytes."""
+    # `view` alone would keep the stride of a single element, which may be any number.
     return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
 class ProcessWatch:
-    """Processes by index, each followed by a descriptor that no later process can take over.
+    """Notices when processes end, by descriptors that no later process can take over.
 
     Args:
-        pids: of processes that run now. One that cannot be followed (an old kernel) never counts as
-            ended: its rank is then missed at the timeout. 0 stands for none.
+        pids: of running processes; 0 stands for none. A process without a descriptor (an old
+            kernel) never counts as ended, so its rank is missed only at the timeout.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -81,14 +82,13 @@ class ProcessWatch:
                     self._index_of[os.pidfd_open(pid)] = index
 
     def ended(self) -> list[int]:
-        """Returns the indices of the processes that have ended, also by a signal."""
+        """Returns the indices of the processes that have ended, in whatever way."""
         poll = select.poll()
         for descriptor in self._index_of:
             poll.register(descriptor, select.POLLIN)
         return [self._index_of[descriptor] for descriptor, _ in poll.poll(0)]
 
     def close(self) -> None:
-        """Stops watching. Idempotent."""
         while self._index_of:
             os.close(self._index_of.popitem()[0])
 
@@ -96,25 +96,25 @@ class ProcessWatch:
 
 
 def this_machine() -> str:
-    """A name that this machine has and no other."""
-    # The kernel's number of its last start: host names may be alike. Beside it the network: a
-    # container with a network of its own is a machine of its own.
+    """Returns a name that no other machine has."""
+    # The kernel's boot id, since host names may coincide, and the network namespace: a container
+    # with its own network counts as a machine.
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
-        return f"process {os.getpid()}"  # not Linux: nothing is shared
+        return f"process {os.getpid()}"  # not Linux, where ranks share no memory
     return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
 
 
 @dataclass
 class GlooTransport:
-    """`Transport` whose objects go through torch's store, and whose tensors go through gloo.
+    """A `Transport` that sends objects through torch's store and tensors through gloo.
 
     Attributes:
         store: used by these ranks alone.
         rank, world_ranks: see `Transport`.
-        timeout: limit of each call.
-        machine: ranks with the same one count as ranks of one machine.
-        processes: by world rank, those of this machine; known from `split_by_machine` on.
+        timeout: the limit of each call.
+        machine: ranks with the same name count as ranks of one machine.
+        processes: this machine's processes by world rank, once `split_by_machine` was called.
     """
 
     store: dist.Store
@@ -123,7 +123,7 @@ class GlooTransport:
     timeout: timedelta
     machine: str = field(default_factory=this_machine)
     processes: ProcessWatch = field(default_factory=lambda: ProcessWatch([]))
-    # Calls so far: ranks that are in the same call have the same.
+    # The number of calls so far; equal on all ranks in one call.
     _calls: int = field(default=0, init=False)
     _opened: dist.ProcessGroup | None = field(default=None, init=False)
 
@@ -141,7 +141,7 @@ class GlooTransport:
             self._await(keys)
             return [pickle.loads(self.store.get(key)) for key in keys]
         except dist.DistError as error:
-            # Most often rank 0 keeps the store: its connections end just before its process does.
+            # Usually rank 0 ended, which hosts the store: its connections close just before that.
             time.sleep(0.1)
             ended = name_ranks(self.processes.ended())
             raise CommunicationError(
@@ -149,9 +149,8 @@ class GlooTransport:
             ) from error
 
     def _await(self, keys: list[str]) -> None:
-        """Returns when all ranks have set their keys."""
         deadline, is_broken = time.monotonic() + self.timeout.total_seconds(), lost_rank_check()
-        # Polled with growing pauses: the store's own wait sees no process that ends.
+        # Polled with growing pauses, since the store's own wait does not notice a lost process.
         pause = 1e-4
         while not self.store.check(keys):
             if is_broken():
@@ -188,14 +187,14 @@ class GlooTransport:
         members = [rank for rank, other in enumerate(colors) if other == color]
         return replace(
             self,
-            # The first member's number is in no other part.
+            # No other part has this first member.
             store=dist.PrefixStore(f"{self._calls}/part {members[0]}", self.store),
             rank=members.index(self.rank),
             world_ranks=[self.world_ranks[rank] for rank in members],
         )
 
     def free(self) -> None:
-        # A Reducer may keep a closed group. torch's store is a server on rank 0, with a port that
+        # A Reducer may keep a closed group alive. torch's store is a server on rank 0, whose port
         # the next default group may need.
         self._opened = None
         self.__dict__.pop("store", None)
@@ -203,13 +202,12 @@ class GlooTransport:
 
     @property
     def _gloo(self) -> dist.ProcessGroup:
-        # Opened when it is needed first, which is at the same call on all ranks. Up to Python 3.11
-        # a cached_property has one lock for all groups: two that open at a time, in another order
-        # on another rank, would wait for each other.
+        # Not a cached_property, which has one lock for all groups up to Python 3.11: two groups
+        # that two ranks open in different orders would deadlock.
         if self._opened is None:
             try:
                 self._opened = open_gloo(self.store, self.rank, self.size, self.timeout)
-            except RuntimeError as error:  # what gloo raises here has no type of its own
+            except RuntimeError as error:  # gloo raises no more specific type
                 raise CommunicationError(
                     f"no connection to ranks on other machines: {str(error).splitlines()[0]}"
                 ) from error
@@ -220,13 +218,13 @@ class GlooTransport:
         work = self._gloo._allgather_base(into, mine)
 
         def arrived() -> bool:
-            # Raises if a peer is gone: then the work is completed, too.
+            # A work that failed is completed, too, and `wait` raises its error.
             return work.is_completed() and bool(work.wait())
 
         return arrived
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
-        gloo = self._gloo  # also opened by a rank that sends nothing: the others wait for it there
+        gloo = self._gloo  # collective, so a rank that sends nothing opens it, too
         if received[self.rank].numel():
             received[self.rank].copy_(sent[self.rank])
         works = []

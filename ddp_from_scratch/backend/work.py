@@ -1,4 +1,4 @@
-"""Work: the handle of a collective; and the thread that runs a group's, one after another."""
+"""Work handles of collectives, and the thread that runs a group's operations in order."""
 
 import atexit
 import threading
@@ -21,13 +21,13 @@ Result = list[torch.Tensor]
 
 @dataclass(slots=True)
 class Operation:
-    """This rank's part of a collective. Its tensors live as long as it does.
+    """This rank's part of a collective. It keeps its tensors alive.
 
     Attributes:
-        fingerprint: the same on all ranks that call the same operation; errors print it.
+        fingerprint: describes the operation; equal on all ranks, and part of errors.
         run: called once all ranks have arrived; communicates, and may return tensors.
-        prepare: called before, in the operation's turn; returns a detail of the call in which the
-            ranks may differ (`CheckedBarrier.same_place`).
+        prepare: called before the ranks meet, in the operation's turn; returns the place of its
+            tensor, which may differ between ranks (`CheckedBarrier.same_place`).
     """
 
     fingerprint: str
@@ -36,29 +36,29 @@ class Operation:
 
 
 def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, seconds: float) -> Result:
-    """Prepares, meets and runs, one operation after another; `seconds` are for each to meet."""
+    """Prepares, meets and runs one operation after another; `seconds` is the timeout of each."""
     result: Result = []
     for operation in operations:
-        # Only when the one before has ended: both write to the same memory.
+        # Not before the last operation has ended: both write to the same memory.
         place = operation.prepare()
         try:
-            # The timeout begins here, not when the call was made: others may run before it.
+            # The timeout starts here, not at the call, since other operations may run first.
             barrier.meet(operation.fingerprint, place, seconds)
             result += operation.run() or []
         except NoSharedMemory:
-            raise  # on every rank, so none waits for another and the group stays usable
-        except BaseException as error:  # Ctrl-C, too, or an error of a signal's handler
+            raise  # every rank raises it, so the group stays usable
+        except BaseException as error:  # includes Ctrl-C and errors in signal handlers
             barrier.break_off(error)
             raise
     return result
 
 
 class NodeWork(dist.Work):
-    """`torch.distributed`'s Work of one call.
+    """The work handle of one call.
 
     Args:
-        name: names the call and the rank in error messages; called only when there is an error.
-        timeout: the group's, in which the operation itself fails when a rank does not come.
+        name: names the call and the rank in error messages; called only for an error.
+        timeout: the group's timeout, after which the operation itself fails if a rank is missing.
         barrier: knows the missing ranks.
     """
 
@@ -70,19 +70,17 @@ class NodeWork(dist.Work):
         self._result: Result = []
         self._error: Exception | None = None
         self._future: torch.futures.Future[Result] = torch.futures.Future()
-        # Returns the future each time it is called. Not a method: it is in every bucket's way.
+        # `repeat` returns the future on each call, faster than a method: every bucket calls it.
         self.get_future = repeat(self._future).__next__  # type: ignore[method-assign]
-        # No lock guards it, as a signal's handler may read it in the middle of anything. It changes
-        # once, after everything that a caller may read then.
-        self._ended = False
-        self._under_way = threading.Lock()  # held until `_ended`: waiting threads sleep on it
+        self._ended = False  # set last; a signal handler, which can take no lock, may read it
+        self._under_way = threading.Lock()  # held until `_ended`; waiting threads sleep on it
         self._under_way.acquire()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the operation has ended.
 
         Raises:
-            CommunicationError: it failed, or did not end in time. The text names it.
+            CommunicationError: the call failed, or did not end in time. The text names it.
         """
         if not self._ended:
             self._wait_until_ended(timeout)
@@ -91,17 +89,16 @@ class NodeWork(dist.Work):
         return True
 
     def _wait_until_ended(self, timeout: timedelta | None) -> None:
-        # Two seconds more than the operation has: it ends by itself, and then knows best which
-        # ranks were missing.
+        # Two seconds longer than the operation's own timeout, whose error names the missing ranks.
         limit = self._timeout.total_seconds() + 2.0
         if timeout is not None and timeout > timedelta(0):
             limit = timeout.total_seconds()
         began = time.monotonic()
-        # While messages are under way, this thread wakes up for them: it may be the only one.
+        # This thread may be the only one that advances messages in flight.
         nap = min(self._barrier.progress(), limit)
         while not self._ended:
             if self._under_way.acquire(timeout=nap):
-                self._under_way.release()  # others may wait, too
+                self._under_way.release()  # for other waiting threads
             elif time.monotonic() - began >= limit:
                 raise CommunicationError(
                     f"{self._name()} did not end within {limit:g} s: "
@@ -134,7 +131,7 @@ class NodeWork(dist.Work):
         self._end()
 
     def _end(self) -> None:
-        self._ended = True  # after the future, which is done when wait() returns
+        self._ended = True  # after the future, which must be done when wait() returns
         self._under_way.release()
 
 
@@ -142,21 +139,16 @@ Run = Callable[[], Result]
 
 
 class Worker:
-    """Runs operations in the order in which they were submitted, each to its end.
-
-    One thread for one group: all ranks must come to its operations in the same order, and the
-    order of submission is that order. Where nothing waits, the thread that submits can run an
-    operation itself.
-    """
+    """Runs a group's operations one at a time, in the order of submission, equal on all ranks."""
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[NodeWork, Run] | None] = SimpleQueue()
-        # Submitted and unfinished. Work is in it before it can begin and until it has ended, so
-        # that empty means: the thread that looks has nothing ahead of it.
+        # Submitted and unfinished work. It is added before it can begin and removed after it has
+        # ended, so a thread that finds the set empty may run an operation at once.
         self._queued: set[NodeWork] = set()
         self._turn = threading.Lock()  # held while an operation runs
         self._closed = False
-        # A daemon: blocked in MPI on a peer that died, it must not keep the process alive.
+        # A daemon: if it blocks in MPI on a lost peer, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         _running.add(self)
@@ -164,26 +156,26 @@ class Worker:
     def submit(self, work: NodeWork, run: Run, at_once: bool) -> NodeWork:
         """Runs `run` after the operations submitted before, then completes its handle `work`.
 
-        On the group's thread, or on this one `at_once`, where the caller is going to wait for it.
+        `at_once` allows this thread to run it, for a caller that waits for it anyway.
         """
         if self._closed:
             raise RuntimeError("the process group is closed")
-        # Here and now only where nothing is ahead, or the ranks' orders would differ.
+        # Only if nothing is queued, or the order would differ between ranks.
         if at_once and not self._queued and self._turn.acquire(blocking=False):
             self._execute(work, run)
         elif threading.get_ident() == self._thread.ident:
-            # A future's callback runs on this thread, and no other would run what it submits and
-            # may wait for: first the operations submitted before, then this one.
+            # A future's callback submits from the worker thread itself and may wait for the result,
+            # so this thread runs the queue first, and then the new operation.
             while self._queued and (item := self._queue.get()) is not None:
                 self._take(*item)
             self._take(work, run)
         else:
-            self._queued.add(work)  # first: the thread may take it at once
+            self._queued.add(work)  # before `put`, since the thread may take it at once
             self._queue.put((work, run))
         return work
 
     def close(self, timeout: float) -> bool:
-        """Ends the thread after the submitted operations; True if it has ended. Idempotent."""
+        """Ends the thread after the submitted operations; True if it ended in time. Idempotent."""
         self._closed = True
         self._queue.put(None)
         self._thread.join(timeout)
@@ -192,27 +184,26 @@ class Worker:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             self._take(*item)
-            # Not kept until the next operation comes: the tensors belong to the caller again.
-            del item
+            del item  # else it keeps the caller's tensors alive until the next operation
 
     def _take(self, work: NodeWork, run: Run) -> None:
         self._turn.acquire()
         self._execute(work, run)
 
     def _execute(self, work: NodeWork, run: Run) -> None:
-        """Runs it and completes its handle. The caller has the turn, which is given back here."""
+        """Runs an operation and completes its handle. Releases `_turn`, which the caller holds."""
         gradients = torch.is_grad_enabled()
         try:
             try:
-                # As under `torch.no_grad()`, which takes as long as a small operation.
+                # Not `torch.no_grad()`, which takes as long as a small operation.
                 torch._C._set_grad_enabled(False)
                 result = run()
             finally:
                 torch._C._set_grad_enabled(gradients)
                 self._turn.release()
-                # Before the handle completes: its callbacks may submit, with nothing ahead of them.
+                # Before the handle completes, since its callbacks may submit operations at once.
                 self._queued.discard(work)
-        except Exception as error:  # noqa: BLE001  # it belongs to the caller of wait()
+        except Exception as error:  # noqa: BLE001  # wait() raises it in the caller's thread
             work.fail(error)
         else:
             work.complete(result)
@@ -223,6 +214,6 @@ _running: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 
 @atexit.register
 def _close_workers() -> None:
-    """A thread that is inside torch when the interpreter ends would abort the process."""
+    """Ends the threads: one inside torch at interpreter shutdown would abort the process."""
     for worker in list(_running):
         worker.close(timeout=1.0)

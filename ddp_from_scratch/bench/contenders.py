@@ -1,7 +1,4 @@
-"""Contenders: ways to keep a model in step over ranks, each a function that takes a training step.
-
-A line of `CONTENDERS` adds one.
-"""
+"""Contenders: implementations of data-parallel training, listed in `CONTENDERS`."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,31 +19,31 @@ from ddp_from_scratch.watch.timeline import Timeline
 
 Group = dist.ProcessGroup | None
 
-# A model made ready for steps: a function for each kind of contender -----------------------------
+# Functions that prepare a model for training, one for each kind of contender ---------------------
 
-# What this version of torch has: 2.11 has neither the last two nor the new name of
-# `broadcast_buffers`, of which later ones warn.
+# The options of this version of torch. Later versions than 2.11 add the last two of `REFERENCES`,
+# and warn about the old name `broadcast_buffers`.
 OF_TORCH = set(inspect.signature(DistributedDataParallel).parameters)
 _SYNC_BUFFERS = max({"forward_sync_buffers", "broadcast_buffers"} & OF_TORCH)
 
 _ENDLESS = 10**9  # steps
 
-# As a Reducer: buffers stay where they are.
+# Does not broadcast buffers, as a Reducer does not.
 TORCH_BEST: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
 
 
 @dataclass(frozen=True)
 class Optimizers:
-    """torch's optimizer and this library's two of the same kind."""
+    """torch's optimizer, and this library's two of the same kind."""
 
-    name: str  # torch's class, in the names of contenders
+    name: str  # of torch's class, for the names of contenders
     plain: type[torch.optim.SGD] | type[torch.optim.AdamW]
     flat: type[FlatOptimizer]
     shared: type[FlatOptimizer]
     settings: Mapping[str, Any]
 
     def fused(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Torch's in its fastest form; its default is another one on a CPU."""
+        """Returns torch's optimizer in its fastest form, which is not the default on a CPU."""
         return self.plain(model.parameters(), **self.settings, fused=True)
 
 
@@ -58,7 +55,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Training:
-    """A model made ready to take steps."""
+    """A model that is ready for training steps."""
 
     forward: nn.Module
     zero_grad: Callable[[], None]
@@ -77,20 +74,16 @@ def _two_calls(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Training
 
 
 def alone(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
-    """No communication at all: every other contender adds to that."""
+    """Trains without communication, the baseline of all other contenders."""
     return _two_calls(model, optimizers.fused(model))
 
 
 def torch_ddp(tapering: bool = False, **settings: Any) -> Prepare:
-    """A `DistributedDataParallel` of torch's with these arguments, and torch's optimizer.
-
-    With `tapering` buckets get smaller toward the end of backward, where nothing hides them.
-    """
+    """Uses torch's DDP; `tapering` makes buckets smaller near the end of backward."""
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
         caps: dict[str, Any] = {}
         if tapering:
-            # Three quarters of the gradients in three buckets, the rest in smaller ones.
             size = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
             parts = (1 / 4, 1 / 4, 1 / 4, 1 / 8, 1 / 16, 1 / 16)
             caps["bucket_cap_mb_list"] = [max(1, round(size * part)) for part in parts]
@@ -101,8 +94,8 @@ def torch_ddp(tapering: bool = False, **settings: Any) -> Prepare:
 
 
 def torch_zero(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
-    """Torch's DDP at its best, and torch's optimizer whose state is divided among the ranks."""
-    # Here and not above: some versions of torch compile parts of that package as they import it.
+    """Uses torch's DDP at its best, and torch's optimizer that shards its state over ranks."""
+    # Imported only if used, since some versions of torch compile parts of that package on import.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrapped = DistributedDataParallel(model, process_group=group, **TORCH_BEST)
@@ -114,15 +107,12 @@ def torch_zero(model: nn.Module, group: Group, optimizers: Optimizers) -> Traini
 
 
 def reducer(timeline: bool = False, made: list[Reducer] | None = None, **settings: Any) -> Prepare:
-    """A `Reducer` with these arguments, and torch's optimizer; `made` gets the Reducer.
-
-    With `timeline` it records every step.
-    """
+    """Uses a Reducer, appended to `made`, and torch's optimizer; `timeline` records all steps."""
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
-        # Torch's DDP does so when it is made.
+        # The constructor of torch's DDP does this.
         broadcast_parameters(model, process_group=group)
-        # Held by the model's own hook for as long as the model lives, and so is its timeline.
+        # The model's hooks keep the Reducer alive, and so its timeline.
         averaging = Reducer(model, group, **settings)
         if made is not None:
             made.append(averaging)
@@ -134,9 +124,9 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
 
 
 def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepare:
-    """A `Reducer` with these arguments, and this library's optimizer.
+    """Uses a `Reducer` with these arguments, and this library's optimizer.
 
-    `at_once` calls `backward_and_step()`; `shared` keeps one copy of parameters for a machine.
+    `at_once` calls `backward_and_step()`; `shared` keeps one copy of parameters per machine.
     """
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
@@ -155,7 +145,7 @@ def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepar
 
 NO_COMMUNICATION = "no communication"
 TORCH = "torch DDP"
-# Ratios are to the fastest of these that there are.
+# Ratios are to the fastest of these that this torch has.
 REFERENCES = tuple(
     f"{TORCH}, {what}" for what in ("default", "views", "batched copies", "tapering buckets")
 )
@@ -165,24 +155,24 @@ SHARING = ("gloo", "mpi")  # backends on which a machine's ranks share memory
 
 @dataclass(frozen=True)
 class ContenderSpec:
-    """A way to keep models in step, to be made into a `Contender` on each rank."""
+    """Describes a contender. Each rank makes a `Contender` of it."""
 
     name: str
     prepare: Prepare
-    backends: tuple[str, ...] = BACKENDS  # of the groups that it works on
-    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)  # those it is measured with
-    rung: bool = False  # a step on the way to another, measured only if it is asked for
+    backends: tuple[str, ...] = BACKENDS  # of the groups on which it works
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)  # with which it is measured
+    rung: bool = False  # True for a step toward another contender, measured only on request
     group: str | None = None  # the backend of its group; None means the job's own group
 
 
 @dataclass
 class Contender:
-    """A way to keep models in step, at work on its own copy of the model."""
+    """A contender on this rank, with its own copy of the model."""
 
     name: str
-    model: nn.Module  # the user's, without a wrapper
+    model: nn.Module  # the user's model, not the wrapper
     step: Callable[[], None]
-    # The parameters before the first step, if they are known.
+    # The parameters before the first step, if known.
     start: Sequence[torch.Tensor] = field(default=(), repr=False)
 
 
@@ -192,9 +182,9 @@ _TORCHS = ("gloo", "nccl")
 
 CONTENDERS = [
     ContenderSpec(NO_COMMUNICATION, alone),
-    # As most programs use it, and with what may be its best for a model. Ratios are to the fastest.
+    # First as most programs use it, then with settings that may be the best for a model.
     ContenderSpec(f"{TORCH}, default", torch_ddp(), _TORCHS),
-    # On this library's own backends as well: "node" is shared memory beside gloo.
+    # Also on this library's own backends: "node" is shared memory beside gloo.
     ContenderSpec(f"{TORCH}, views", torch_ddp(**TORCH_BEST), (*BACKENDS, "node")),
     *[
         ContenderSpec(f"{TORCH}, {what}", torch_ddp(**TORCH_BEST, **settings), _TORCHS)
@@ -205,7 +195,7 @@ CONTENDERS = [
         if option in OF_TORCH
     ],
     ContenderSpec(f"{TORCH}, ZeroRedundancyOptimizer", torch_zero, _TORCHS, ("adamw",)),
-    # The ladder: each rung adds one idea to the one before.
+    # The ladder: each rung adds one idea to the last.
     ContenderSpec(
         "Reducer, one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False), rung=True
     ),
@@ -215,8 +205,8 @@ CONTENDERS = [
     ContenderSpec("Reducer", reducer()),
     ContenderSpec("Reducer, views", reducer(**_VIEWS)),
     ContenderSpec("Reducer, views, timeline", reducer(timeline=True, **_VIEWS), rung=True),
-    # This library's optimizer may be faster than torch's, and a shared one steps a part: rows from
-    # here on may be below no communication. Rows above have torch's, as torch's DDP has.
+    # The rows above use torch's optimizer, as torch's DDP does. These use this library's, which may
+    # be faster; a shared one updates only a part. So their times may be below no communication.
     ContenderSpec("ddp.SGD", flat()),
     ContenderSpec("ddp.SGD, one flat bucket", flat(**_FLAT_BUCKET)),
     ContenderSpec("ddp.SGD, backward_and_step", flat(at_once=True), rung=True),
@@ -231,10 +221,10 @@ CONTENDERS = [
 def rows(
     backends: Sequence[str], optimizer: str = "sgd", chosen: Sequence[str] | None = None
 ) -> list[ContenderSpec]:
-    """Rows of a table of these backends: each contender on each of them, named after both.
+    """Returns the rows of a table: each contender on each of these backends, named after both.
 
-    `chosen` are names in `CONTENDERS`; None means all but rungs. On a CPU torch's DDP on gloo, the
-    reference, is always included.
+    `chosen` are names in `CONTENDERS`; None means all but rungs. The reference, torch's DDP on gloo
+    (with nccl, on nccl), is always included.
     """
     reference = "nccl" if "nccl" in backends else "gloo"
     found = []
@@ -247,7 +237,6 @@ def rows(
         wanted = not spec.rung if chosen is None else spec.name in chosen
         on = [*backends, *(["node"] if "gloo" in backends else [])] if wanted else []
         if spec.name.startswith(TORCH):
-            # Whoever chooses contenders, the rival keeps its best setting.
             on = list(dict.fromkeys([reference, *on]))
         what, comma, variant = spec.name.replace("SGD", OPTIMIZERS[optimizer].name).partition(", ")
         found += [
@@ -266,12 +255,12 @@ def contenders(
     optimizer: str = "sgd",
     keep_start: bool = True,
 ) -> list[Contender]:
-    """Every contender, each with the same parameters and, on this rank, the same batch.
+    """Makes all contenders, with equal parameters and the same batch on this rank.
 
-    `groups` are process groups of all ranks by backend, beside the job's own. With `keep_start` a
-    copy of the parameters is kept as they were, for `check_equal`.
+    `groups` are process groups of all ranks by backend, beside the job's own. `keep_start` keeps a
+    copy of the initial parameters for `check_equal`.
     """
-    # One batch for all: loading data is not what is compared. The caller seeds it by rank.
+    # A single batch, since loading data is not measured. The caller seeds it by rank.
     batch = _moved(workload.batch(), device)
     start: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""The file of results, with a description of the machine: times mean nothing without it."""
+"""Result files, with a description of the machine, without which times mean nothing."""
 
 import json
 import os
@@ -17,14 +17,14 @@ from ddp_from_scratch import gpu
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, memory, GPU, versions, and the commit that was measured."""
-    # The MPI that this process runs on; importing mpi4py would start one.
+    """Returns the processor, cores, memory, GPU, versions, and the measured commit."""
+    # Not an import of mpi4py, which would start MPI.
     mpi = sys.modules.get("mpi4py.MPI")
-    # An installed package may lie in a folder of another repository.
+    # An installed package may lie inside another repository.
     tracked = _git("ls-files", "--error-unmatch", __file__) is not None
     return {
         "processor": _processor(),
-        # Those that this process may use, not those that the machine has.
+        # Only those that this process may use.
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpu": gpu.product_name(),
@@ -36,25 +36,20 @@ def describe() -> dict[str, Any]:
         "numpy": _version("numpy"),
         "mpi4py": _version("mpi4py"),
         "mpi": mpi and mpi.Get_library_version().partition("\0")[0].splitlines()[0],
-        # A number without its commit cannot be measured again.
         "commit": _git("rev-parse", "--short", "HEAD") if tracked else None,
         "uncommitted_changes": uncommitted_changes(),
     }
 
 
 def uncommitted_changes() -> bool | None:
-    """True where tracked files differ from the commit; result files do not count.
-
-    None where there is no repository.
-    """
-    # Without the results, which a run before this one may have changed.
+    """True if tracked files, but for results, differ from the commit; None without a repository."""
     others = (":/", ":(top,exclude)benchmarks/results")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *others)
     return None if changed is None else bool(changed)
 
 
 def available_memory() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say."""
+    """Returns the bytes available without swapping; None if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -93,17 +88,17 @@ def _git(*arguments: str) -> str | None:
 def write(
     name: str, title: str, samples: Any, *, settings: Mapping[str, Any], folder: Path
 ) -> None:
-    """Writes every sample, and the machine, to a JSON file: a list of numbers is one line of it.
+    """Writes all samples and a description of the machine to a JSON file.
 
-    `benchmarks.compare` compares files with equal settings. Its samples are a list of dicts with
-    `name` and `milliseconds`, the contenders' samples of the same rounds.
+    `benchmarks.compare` compares files with equal settings. It expects samples as a list of dicts
+    with `name` and `milliseconds`, from the same rounds.
     """
     save(name, content_of(title, samples, settings), folder)
 
 
 def content_of(title: str, samples: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a file; see `write`."""
-    # Every sample and not the medians alone: `benchmarks.compare` takes ratios round by round.
+    """Returns the content of a file; see `write`."""
+    # Has all samples, since `benchmarks.compare` takes ratios round by round.
     return {
         "title": title,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -114,7 +109,7 @@ def content_of(title: str, samples: Any, settings: Mapping[str, Any]) -> dict[st
 
 
 def save(name: str, content: Mapping[str, Any], folder: Path) -> None:
-    """Writes a content into a folder, which is made where it is missing."""
+    """Writes `content` to a file in a folder, which is made if necessary."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(compact_json(content) + "\n")
@@ -122,7 +117,7 @@ def save(name: str, content: Mapping[str, Any], folder: Path) -> None:
 
 
 def compact_json(value: Any, indent: str = "") -> str:
-    """JSON with a line for each key, and a list of numbers on one line; floats of 6 digits."""
+    """Returns JSON with a line per key, a list of numbers on one line, and floats of 6 digits."""
     inner = indent + " "
     if isinstance(value, Mapping):
         entries = [f"{json.dumps(str(k))}: {compact_json(v, inner)}" for k, v in value.items()]
@@ -137,12 +132,12 @@ def compact_json(value: Any, indent: str = "") -> str:
 
 
 def _rounded(value: Any) -> Any:
-    # 6 digits of a time are far below the noise of any measurement, and a third of the file.
+    # The other digits of a time are noise, and would triple the file.
     if isinstance(value, list | tuple):
         return [_rounded(entry) for entry in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def on_terminal() -> bool:
-    """True where standard error is a terminal; under mpirun only once the group is open."""
+    """True if standard error is a terminal; under mpirun, only once the group is open."""
     return sys.stderr.isatty()

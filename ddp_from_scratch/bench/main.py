@@ -1,11 +1,11 @@
-"""Times a training step: this library's ways beside torch's DistributedDataParallel.
+"""Times training steps with this library and with torch's DistributedDataParallel.
 
 Examples:
     {program}                                  an MLP, 2 ranks
     {program} --model resnet50 --optimizer adamw --nproc 4
     {program} --model my_file.py:make --backend gloo mpi
 
-Your own model is a function in a file, which returns a module and a batch, optionally a loss:
+Your own model is a function in a file that returns a module, a batch and, optionally, a loss:
 
     from torch.nn.functional import cross_entropy
 
@@ -14,28 +14,28 @@ Your own model is a function in a file, which returns a module and a batch, opti
         batch = torch.randn(32, 1000), torch.randint(10, (32,))
         return model, batch, lambda model, batch: cross_entropy(model(batch[0]), batch[1])
 
-The default loss is the one shown. Every rank gets the same model, and a batch of its own.
+The default loss is the one shown. Every rank gets the same model and its own batch.
 
 How to read the table:
 
-    no communication   each rank trains by itself: all that it computes in a step
+    no communication   each rank trains by itself, which is all computation of a step
     torch DDP          torch's class in several settings; ratios are to the fastest on gloo (nccl)
     Reducer            this library's hooks, with torch's optimizer
     ddp.SGD            this library's optimizer, on the Reducer's flat buckets
-    NodeSharedSGD      one copy of parameters and state for a machine, each rank steps its share
-    fuse_wgrad         gradients of linear layers and embeddings computed in their buckets
-    on gloo, mpi, node the process group: node is shared memory beside gloo
+    NodeSharedSGD      one copy of parameters and state per machine; each rank updates its share
+    fuse_wgrad         gradients of linear layers and embeddings are computed in their buckets
+    on gloo, mpi, node the process group's backend; node is shared memory beside gloo
 
     ms, quartiles      the median step of the slowest rank, and the middle half
     / torch DDP        the median of the ratios in each round, with its 95 % interval
     / no comm.         the same; an optimizer that does less work may bring it below 1
-    CPU ms             computed by all threads of a rank
+    CPU ms             the CPU time of all threads of a rank
 
-torch's optimizers have fused=True, their fastest form. Contenders take turns in the same processes.
---way adds two others: "kept", the same where glibc keeps freed memory, and "alone", processes for
-each contender, where a model pays for memory that it takes from the system anew in each step.
+torch's optimizers use fused=True, their fastest form. Contenders take turns in the same processes.
+--way has two alternatives: with "kept", glibc also keeps freed memory; with "alone", each contender
+gets its own processes, and a model pays for new memory from the system in each step.
 
-Let nothing else run meanwhile: where something does, the table says so and there is no verdict.
+Run nothing else meanwhile: if something does run, the table says so and has no verdict.
 """
 
 import argparse
@@ -76,8 +76,8 @@ def main(
 ) -> int:
     """Runs the program; returns 0, or the exit code of the first rank that failed.
 
-    `program` is its name for --help, `results` the default of --results. `draw` makes pictures of a
-    job's runs, which are keyed by the way of running.
+    `program` is the name in --help, `results` the default of --results. `draw` draws a job's runs,
+    which are keyed by the way of running.
     """
     options = parse(arguments, program, results)
     if options.job is not None:
@@ -88,7 +88,7 @@ def main(
     if environment.launcher() != "none":
         return _under_launcher(options)
     try:
-        # All jobs first: a mistake in the last one is reported before the first runs.
+        # Makes all jobs first, which reports any mistake before the first job runs.
         for job in jobs(options):
             runs = compare(job, options)
             if draw is not None:
@@ -99,7 +99,7 @@ def main(
 
 
 def parse(arguments: list[str], program: str, results: Path | None = None) -> argparse.Namespace:
-    """The command line. Raises a UsageError for wrong values."""
+    """Parses the command line. Raises a UsageError for wrong values."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=(__doc__ or "").format(program=program),
@@ -146,12 +146,11 @@ def _default_backends() -> list[str]:
 
 
 def jobs(options: argparse.Namespace) -> list[Job]:
-    """A job for each table. Raises a UsageError for an unknown model, or too little memory."""
+    """Makes a job per table. Raises a UsageError for an unknown model, or too little memory."""
     found = []
     for nproc in options.nproc:
         for model in options.model:
             job = _job(options, model, nproc)
-            # Now, and not when the others are measured.
             check_memory(workload(model), len(job.rows), nproc)
             found.append(job)
     return found
@@ -164,7 +163,7 @@ def _job(options: argparse.Namespace, model: str, nproc: int) -> Job:
 
 
 def compare(job: Job, options: argparse.Namespace) -> dict[str, Run]:
-    """Runs a job in each way; prints its tables and verdicts, and writes its files."""
+    """Runs a job in each way, prints its tables and verdicts, and writes its files."""
     runs = {}
     for way in options.way:
         own = replace(job, way=way)
@@ -175,7 +174,7 @@ def compare(job: Job, options: argparse.Namespace) -> dict[str, Run]:
 
 
 def report(job: Job, content: Content, results: Path | None) -> Run:
-    """Prints a content, and writes it where there is a folder for it."""
+    """Prints the results of a job, and writes them to the folder `results` if there is one."""
     samples = [Samples(**sample) for sample in content["samples"]]
     run = Run(samples, job.way != "alone", content.get("disturbed"))
     print(f"\n{content['title']}; {described(job.way, run)}\n{table(run)}")
@@ -188,7 +187,7 @@ def report(job: Job, content: Content, results: Path | None) -> Run:
 
 
 def described(way: str, run: Run) -> str:
-    """The way of running, and the number of steps."""
+    """Describes the way of running and the number of steps."""
     counts = sorted({len(s.milliseconds) for s in run.samples})
     steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
     ways = {
@@ -200,12 +199,12 @@ def described(way: str, run: Run) -> str:
 
 
 def _under_launcher(options: argparse.Namespace) -> int:
-    """A rank's part where torchrun, srun or mpirun has started it: one table."""
+    """Runs this rank's part of one table, under torchrun, srun or mpirun."""
     if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
         raise UsageError("under a launcher --model and --backend take one, and --way none")
     job = _job(options, options.model[0], environment.started() or 1)
     content = measure(job)
     if content is not None:
-        # Through JSON, as the contents that ranks hand to their parent.
+        # Through JSON, like the results that ranks pass to their parent.
         report(job, json.loads(compact_json(content)), options.results)
     return 0

@@ -1,4 +1,4 @@
-"""Fair timing: contenders interleaved in one process group; the slowest rank counts."""
+"""Fair timing: contenders take turns in the same processes, and the slowest rank counts."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,8 +18,7 @@ from ddp_from_scratch.sync.check_sync import check_sync
 with needs_extra("train"):
     from tqdm import tqdm
 
-# Also where a step is so slow that the time is over before.
-FEWEST_ROUNDS = 5
+FEWEST_ROUNDS = 5  # even if the time is over before
 WARM_UP = 3  # rounds that are not counted
 
 
@@ -28,11 +27,11 @@ def interleave(
 ) -> list[Samples]:
     """Times one step of each contender in every round, in a new random order each round.
 
-    `WARM_UP` rounds before the first are not counted (torch's DDP and ours rebuild their buckets in
-    the first, allocators settle). Whatever slows the machine for a while slows all alike.
+    `WARM_UP` rounds before are not counted: torch's DDP and ours rebuild their buckets in the
+    first, and allocators settle. A disturbance of the machine slows all contenders alike.
 
-    `rounds` yields the next round when the last one is over, so that it can count or look at the
-    clock (`rounds_for`). It must yield the same number of rounds on all ranks.
+    `rounds` is consumed lazily, so it can check the clock (`rounds_for`). It must yield equally
+    many rounds on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
     for turn in range(WARM_UP):
@@ -41,22 +40,21 @@ def interleave(
             contender.step()
     times: list[list[float]] = [[] for _ in contenders]
     cpu_times: list[list[float]] = [[] for _ in contenders]
-    # Times stay on their rank until the end: sending them in between would disturb the next step.
+    # Times stay on their rank until the end, since sending them would disturb the next step.
     for turn in rounds:
         for index in order.permutation(len(contenders)):
             _seed(WARM_UP + turn)
-            dist.barrier()  # all begin together; each ends by itself
+            dist.barrier()  # all ranks begin together
             gpu.synchronize(device)
             began, cpu_began = time.perf_counter(), time.process_time()
-            # Nothing but the step is between the clocks: no barrier at its end, which would add the
-            # wait for the others to what each rank measures by itself.
+            # No barrier after the step, which would add the wait for other ranks.
             contenders[index].step()
             cpu_ended = time.process_time()  # before the wait for a GPU, which spins
             gpu.synchronize(device)
             times[index].append(1e3 * (time.perf_counter() - began))
             cpu_times[index].append(1e3 * (cpu_ended - cpu_began))
     slowest = torch.tensor([times, cpu_times], dtype=torch.float64, device=device)
-    # The next step waits for the slowest rank, so that rank's time is the round's.
+    # The next step waits for the slowest rank, so its time counts.
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [
         Samples(c.name, milliseconds, cpu)
@@ -65,17 +63,17 @@ def interleave(
 
 
 def _seed(turn: int) -> None:
-    """Lets dropout draw the same numbers for all contenders of a round, others on each rank."""
+    """Makes dropout equal for all contenders of a round, and different on each rank."""
     torch.manual_seed(turn * dist.get_world_size() + dist.get_rank())
 
 
 def rounds_for(
     seconds: float | None, count: int | None, device: torch.device, title: str
 ) -> Iterator[int]:
-    """Rounds for `interleave`, with a progress bar on rank 0: `count` of them, or by the clock.
+    """Returns rounds for `interleave`: `count` of them, or as many as rank 0's clock allows.
 
-    The clock is rank 0's, and there are at least `FEWEST_ROUNDS`. The bar appears at once; the time
-    begins with the first round, after the warm-up.
+    The clock allows at least `FEWEST_ROUNDS`. Rank 0 shows a progress bar at once; the time starts
+    with the first round, after the warm-up.
     """
     bar = tqdm(
         total=count or round(seconds or 0.0),
@@ -93,7 +91,7 @@ def _rounds(
     began, turn = time.perf_counter(), 0
     while True:
         passed = time.perf_counter() - began
-        # Decided by rank 0 for all: a rank that went on alone would wait for ever.
+        # Rank 0 decides for all, since a rank that continued alone would hang.
         over = torch.tensor([turn >= count if count else passed >= (seconds or 0.0)], device=device)
         dist.broadcast(over, 0)
         if over.item() and turn >= (count or FEWEST_ROUNDS):
@@ -106,13 +104,13 @@ def _rounds(
 
 
 def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
-    """Raises a RuntimeError for contenders that did not compute the same: no times to compare.
+    """Raises a RuntimeError if contenders computed different results, so times do not compare.
 
-    Parameters must be equal over ranks to the bit, and over contenders up to the rounding of
-    differently ordered sums: the distance between two contenders' parameters may be `tolerance` of
-    how far training has moved them, where the start is known.
+    Parameters must be bit-identical over ranks, and equal over contenders up to the rounding of
+    sums in another order. If the start is known, two contenders' parameters may differ by
+    `tolerance` times the distance that training moved them.
     """
-    # Without communication ranks diverge, as they must.
+    # Without communication, ranks diverge as expected.
     synchronised = [c for c in contenders if c.name != NO_COMMUNICATION]
     for contender in synchronised:
         first = synchronised[0]
@@ -124,7 +122,7 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
             continue
         expected = dict(first.model.named_parameters())
         for name, parameter in contender.model.named_parameters():
-            # How far training has gone is unknown, so elements are compared.
+            # The distance from the start is unknown, so compare elements.
             if not torch.allclose(parameter, expected[name], rtol=1e-3, atol=1e-5):
                 raise _differ((contender.name, first.name), name)
 
@@ -137,13 +135,13 @@ def check_distance(
     start: Iterable[torch.Tensor],
     tolerance: float = 0.01,
 ) -> None:
-    """Raises a RuntimeError if two trained models are farther apart than part of their way.
+    """Raises a RuntimeError if two models differ by more than `tolerance` of their training.
 
-    Their names are for the text. Both started from the parameters in `start`.
+    The error has their `names`. Both started from the parameters in `start`.
     """
     others = list(others)
     moved, apart = _distance(others, start), _distance(some, others)
-    if not (moved > 0 and apart <= tolerance * moved):  # also what is not a number
+    if not (moved > 0 and apart <= tolerance * moved):  # negated to catch NaN
         raise _differ(names, f"model, {apart:.2g} apart where training moved it by {moved:.2g}")
 
 

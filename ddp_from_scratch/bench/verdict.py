@@ -1,4 +1,4 @@
-"""Tables of timed contenders, and the verdict in words under them."""
+"""Tables of timed contenders, and the verdict in words below them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from ddp_from_scratch.bench.samples import Interval, Samples
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The first column to the left, the others to the right; a line under the headers."""
+    """Aligns the first column to the left and the others to the right, below headers."""
     columns = list(zip(headers, *rows, strict=True))
     widths = [max(len(text) for text in column) for column in columns]
     lines = [headers, ["-" * width for width in widths], *rows]
@@ -21,7 +21,7 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-# Up to this multiple of a step without communication a step is called compute.
+# Up to this multiple of a step without communication, the verdict calls a step compute.
 _NOTHING = 1.05
 
 
@@ -30,12 +30,12 @@ class Run:
     """The contenders of a table, timed in one way."""
 
     samples: Sequence[Samples]
-    paired: bool = True  # the same rounds for all; otherwise each had processes of its own
-    disturbed: str | None = None  # the sign that the machine was not quiet
+    paired: bool = True  # True if they shared rounds; otherwise each had its own processes
+    disturbed: str | None = None  # a sign that the machine was not quiet
 
     @property
     def torch_ddp(self) -> Samples | None:
-        """Torch's DDP in its fastest setting, on gloo, or on nccl in a job of that."""
+        """Torch's DDP in its fastest setting, on gloo or, in an nccl job, on nccl."""
         return fastest(s for s in self.samples if _is_reference(s.name))
 
     @property
@@ -47,7 +47,7 @@ class Run:
         return [s for s in self.samples if kind(s.name) == "ours"]
 
     def ratio(self, one: Samples, other: Samples | None) -> Interval | None:
-        """Of the times of two contenders; None where there is no other."""
+        """Returns the ratio of two contenders' times; None if `other` is None."""
         if other is None:
             return None
         if one is other:
@@ -56,25 +56,24 @@ class Run:
 
 
 def fastest(samples: Iterable[Samples]) -> Samples | None:
-    """The one with the lowest median; None of none."""
+    """Returns the samples with the lowest median; None if there are none."""
     return min(samples, key=lambda s: s.quartiles[1], default=None)
 
 
 def kind(name: str) -> str:
-    """Whose a contender is: "reference", "torch" or "ours"."""
+    """Tells whether a contender is "reference", "torch" or "ours"."""
     if name == NO_COMMUNICATION:
         return "reference"
     return "torch" if name.startswith(TORCH) else "ours"
 
 
 def _is_reference(name: str) -> bool:
-    # torch's DDP on a backend of torch's.
     what, _, group = name.partition(", ")[0].partition(" on ")
     return what == TORCH and group in ("", "gloo", "nccl")
 
 
 def table(run: Run) -> str:
-    """Median, quartiles, and ratios to torch's DDP (its fastest setting) and no communication."""
+    """Tables medians, quartiles, and ratios to torch's fastest DDP and to no communication."""
     compared = {"/ torch DDP": run.torch_ddp, "/ no comm.": run.alone}
     ratios = {header: other for header, other in compared.items() if other is not None}
     rows = []
@@ -91,11 +90,11 @@ def table(run: Run) -> str:
 
 
 def ways_table(runs: Mapping[str, Run]) -> str:
-    """Both ratios of each contender in each way of running."""
+    """Tables both ratios of each contender in each way of running."""
     rows = []
     for s in next(iter(runs.values())).samples:
         row = [s.name]
-        # A contender that one way has left out still has its row.
+        # A contender that one way left out still has a row.
         for run in runs.values():
             own = next((o for o in run.samples if o.name == s.name), None)
             for other in (run.torch_ddp, run.alone):
@@ -114,7 +113,7 @@ def _with_interval(ratio: Interval | None) -> str:
 
 
 def verdict(run: Run) -> str:
-    """Sentences on this library's fastest contender on each backend; none on a busy machine."""
+    """Compares this library's fastest contender per backend, unless the machine was busy."""
     if run.disturbed is not None:
         return f"no verdict: the machine was not quiet ({run.disturbed})"
     torch_ddp, backends = run.torch_ddp, dict.fromkeys(_backend(s.name) for s in run.ours)

@@ -1,7 +1,4 @@
-"""Jobs: what one group of ranks measures, the part of a rank, and the ways to run the ranks.
-
-Contenders run together in one process, with memory kept, or each alone.
-"""
+"""Jobs: what one group of ranks measures, the part of each rank, and the ways to run the ranks."""
 
 import json
 import os
@@ -34,10 +31,10 @@ from ddp_from_scratch.world import World, process_group
 
 MODULE = "ddp_from_scratch.bench"
 
-# glibc then keeps freed memory for the next allocation. It ignores a first value above 32 MB.
+# Makes glibc keep freed memory for later allocations. It ignores a first value above 32 MB.
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
-_LEAST_S = 2.0  # of a contender by itself
+_LEAST_S = 2.0  # for each contender that runs alone
 
 Content = dict[str, Any]
 
@@ -50,18 +47,17 @@ class Job:
     backends: tuple[str, ...]  # of the table
     nproc: int
     optimizer: str = "sgd"
-    chosen: tuple[str, ...] | None = None  # beside the references; None means the usual ones
+    chosen: tuple[str, ...] | None = None  # beside the references; None means the default ones
     seconds: float = 15.0
-    rounds: int | None = None  # so many steps of each contender, in place of `seconds`
-    only: str | None = None  # one row of the table alone
+    rounds: int | None = None  # steps of each contender; replaces `seconds`
+    only: str | None = None  # the only row to measure
     way: str = "interleaved"
-    # The backend of the ranks' own group; "" means mpi where that is among the backends, since its
-    # ranks can open groups of the others as well.
+    # The backend of the ranks' own group. "" prefers mpi, since ranks of an mpi job can also open
+    # groups of other backends.
     own: str = ""
 
     @classmethod
     def parse(cls, text: str) -> "Job":
-        """The job that `dumps` has written."""
         values: dict[str, Any] = json.loads(text)
         # JSON has no tuples.
         for name in ("backends", "chosen"):
@@ -95,20 +91,20 @@ class Job:
 
 
 def measure(job: Job) -> dict[str, Any] | None:
-    """A rank's part: times the contenders. Returns the file's content on rank 0."""
-    # One thread a rank: more would take the other ranks' cores.
+    """Times the contenders on this rank. Returns the file's content on rank 0."""
+    # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
     of = workload(job.model)
     with process_group(job.backend) as world:
         groups = _groups(job, world)
         torch.manual_seed(world.rank)
-        # Batches differ over ranks, as in training; `contenders` seeds the models.
+        # Batches differ between ranks, as in training; `contenders` seeds the models.
         compared, left_out = _make(job, of, world, groups)
         rounds = rounds_for(job.seconds, job.rounds, world.device, job.title(of))
         use = CpuUse()
         samples = interleave(compared, rounds, world.device)
         others = use.others()
-        # Before anything is printed: times of something else mean nothing.
+        # Times mean nothing if contenders did not compute the same.
         check_equal(compared)
         if world.rank != 0:
             return None
@@ -130,10 +126,10 @@ def measure(job: Job) -> dict[str, Any] | None:
 
 def _groups(job: Job, world: World) -> dict[str, dist.ProcessGroup]:
     groups: dict[str, dist.ProcessGroup] = {}
-    # Sorted: making a group is collective, so all ranks make them in one order.
+    # Sorted, since making a group is collective and needs the same order on all ranks.
     for backend in sorted({spec.group for spec in job.rows if spec.group} - {world.backend}):
         if backend == "node":
-            # Here and not above: it registers the backend, which others do without.
+            # Registers the backend, which other jobs do not need.
             import ddp_from_scratch.node  # noqa: F401
         group = dist.new_group(backend=backend)
         assert isinstance(group, dist.ProcessGroup), "every rank is in it"
@@ -151,10 +147,9 @@ def _make(
         try:
             made += contenders(of, world.device, [spec], groups, job.optimizer, not made)
         except (TypeError, ValueError) as error:
-            # On all ranks alike, since they have the same model: none waits for another.
+            # All ranks raise this, since they have the same model, so none waits for another.
             left_out[spec.name] = str(error)
         torch.set_rng_state(state)
-    # One start is enough for all.
     return [replace(c, start=made[0].start) for c in made], left_out
 
 
@@ -162,30 +157,28 @@ def _make(
 
 
 def default_ranks() -> int:
-    """Two, or one where there is a single GPU."""
+    """Returns two, or one on a machine with a single GPU."""
     return min(2, gpu.count() or 2)
 
 
 def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
     """Runs `python -m module` on every rank; returns the exit code of the first that failed.
 
-    Every rank gets the backend and the number of ranks as its last options.
+    Every rank gets the backend and the number of ranks as its last options, which override others.
     """
     rank = [sys.executable, "-m", module, *map(str, arguments)]
-    # Last: of an option that is there twice the last counts.
     rank += ["--backend", backend, "--nproc", str(nproc)]
-    # Ranks of MPI come from its own launcher.
     if backend == "mpi":
         return start_mpirun(nproc, rank)
     return start_ranks(rank, (nproc,))
 
 
 def check_memory(model: Workload, copies: int, nproc: int) -> None:
-    """Raises a UsageError for copies that would not fit into memory, before a rank is started.
+    """Raises a UsageError if copies of a model would not fit into memory.
 
-    A copy of a model is taken for four times its parameters: these, momentum, gradients, buckets.
+    A copy counts as four times its parameters: parameters, momentum, gradients and buckets. All
+    contenders are in memory at once, since they take turns.
     """
-    # All contenders are in memory at once, since they take turns.
     needed = 4 * model.parameter_bytes * copies * nproc
     available = available_memory()
     if available is not None and needed > available and not gpu.count():
@@ -197,7 +190,7 @@ def check_memory(model: Workload, copies: int, nproc: int) -> None:
 
 
 class RanksFailed(Exception):
-    """Ranks that did not end well, and have said why; `code` is the first one's."""
+    """Ranks have failed and reported why; `code` is the exit code of the first."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"the ranks ended with exit code {code}")
@@ -205,7 +198,7 @@ class RanksFailed(Exception):
 
 
 def interleaved(job: Job) -> Content:
-    """All contenders in the same processes, taking turns step by step."""
+    """Runs all contenders in the same processes, taking turns step by step."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         part = Path(folder) / "part.json"
         code = start(MODULE, job.backend, job.nproc, "--job", job.dumps(), "--into", part)
@@ -216,7 +209,7 @@ def interleaved(job: Job) -> Content:
 
 
 def kept(job: Job) -> Content:
-    """The same, where glibc keeps memory that is freed: no page is taken from the system twice."""
+    """Runs `interleaved` with a glibc that keeps freed memory, so no page is mapped twice."""
     before = {name: os.environ.get(name) for name in KEPT}
     os.environ.update(KEPT)
     try:
@@ -230,20 +223,20 @@ def kept(job: Job) -> Content:
 
 
 def alone(job: Job) -> Content:
-    """Each contender in processes of its own, one after the other.
+    """Runs each contender in its own processes, one after another.
 
-    A lone model gets the memory of each gradient from the system anew, step after step. Contenders
-    that take turns use each other's freed memory, which hides that cost.
+    A lone model takes new memory for its gradients from the system in every step. Contenders that
+    take turns reuse each other's freed memory, which hides that cost.
     """
     specs = job.rows
     seconds = max(_LEAST_S, job.seconds / len(specs))
     contents = []
     for spec in specs:
-        # What runs on gloo and node groups is measured without MPI, too.
+        # Contenders on gloo and node groups run without MPI.
         alone_on = "nccl" if "nccl" in job.backends else "gloo"
         own = "mpi" if spec.group == "mpi" else alone_on
         contents.append(interleaved(replace(job, only=spec.name, seconds=seconds, own=own)))
-    # The machine's description and the title are the same in all.
+    # All have the same title and description of the machine.
     merged = contents[0]
     for other in contents[1:]:
         merged["samples"] += other["samples"]

@@ -27,14 +27,14 @@ class Workload:
     """A model and the batch of one rank."""
 
     name: str
-    model: Callable[[], nn.Module]  # random with torch's generator
-    batch: Callable[[], Any]  # which `loss` takes
+    model: Callable[[], nn.Module]  # initialised with torch's random generator
+    batch: Callable[[], Any]  # an argument of `loss`
     loss: Loss = _classification_loss
-    known_bytes: int | None = None  # of all parameters; None finds out
+    known_bytes: int | None = None  # of all parameters, if known
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters, of which none is made."""
+        """The size of all parameters, without allocating them."""
         if self.known_bytes is not None:
             return self.known_bytes
         with torch.device("meta"):
@@ -42,10 +42,10 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """The workload of a name: one of `WORKLOADS`, a model of torchvision, or "file.py:function".
+    """Finds a workload: one of `WORKLOADS`, a model of torchvision, or "file.py:function".
 
-    The function returns a module and a batch, optionally a loss. Raises a UsageError if there is
-    none, or if it failed or returned something else.
+    The function returns a module, a batch and, optionally, a loss. Raises a UsageError if there is
+    no such function or model, or if the function returns something else.
     """
     if name in WORKLOADS:
         return WORKLOADS[name]
@@ -75,7 +75,7 @@ def _import(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    # As for a script: it may import its neighbours.
+    # Like a script, the file may import its neighbours.
     sys.path.insert(0, str(path.parent))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -89,7 +89,7 @@ def _of_torchvision(name: str) -> Workload:
             f"there is no model {name!r}: --model takes {', '.join(WORKLOADS)}, a classifier of "
             f"torchvision (resnet34, vit_b_16, ...) or FILE.py:FUNCTION"
         )
-    # Two return more than logits otherwise.
+    # By default, these two return more than logits.
     auxiliary = name in ("googlenet", "inception_v3")
     plain = {"aux_logits": False, "init_weights": True} if auxiliary else {}
     made = Workload(
@@ -103,7 +103,7 @@ def _of_torchvision(name: str) -> Workload:
 
 
 def _torchvision() -> Any:
-    # Here and not above: it takes a second, and most models do without.
+    # Imported only if used, since the import takes a second.
     with needs_extra("train"):
         import torchvision
 
@@ -115,7 +115,7 @@ def _bytes_of(model: nn.Module) -> int:
 
 
 class Transformer(nn.Module):
-    """GPT-2's shape: learned positions, norms before each part, a head that is the embedding."""
+    """A GPT-2: learned positions, norms before each part, and a head tied to the embedding."""
 
     def __init__(self, vocabulary: int, context: int, width: int, heads: int, depth: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
-        self.head.weight = self.tokens.weight  # tied: one gradient from two places
+        self.head.weight = self.tokens.weight  # tied: its gradient comes from two places
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         length = tokens.shape[1]
@@ -144,7 +144,7 @@ class Transformer(nn.Module):
 
 
 class _Residual(nn.Linear):
-    """Adds to its input, so that a gradient gets through hundreds of them."""
+    """Adds to its input, so gradients get through hundreds of layers."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 0.1 * super().forward(x)
@@ -162,21 +162,21 @@ def _images(count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def text_batch(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random tokens, and for each the next one as its label."""
+    """Returns random tokens, with the next token as each label."""
     tokens = torch.randint(vocabulary, (count, length + 1))
     return tokens[:, :-1], tokens[:, 1:].flatten()
 
 
 WORKLOADS = {
-    # Much to send and little to compute: communication shows most.
+    # Much communication for little computation.
     "mlp": Workload(
         "MLP, 64 MB, batch 16", _mlp, lambda: (torch.randn(16, 1024), torch.randint(1024, (16,)))
     ),
-    # The same to send with more to compute: overlap has more to hide behind.
+    # The same communication with more computation to hide it.
     "mlp64": Workload(
         "MLP, 64 MB, batch 64", _mlp, lambda: (torch.randn(64, 1024), torch.randint(1024, (64,)))
     ),
-    # Small images: on a processor a step then takes a tenth of a second, and rounds are many.
+    # Small images, so a step takes only a tenth of a second on a CPU.
     "resnet18": Workload(
         "ResNet-18, 45 MB, batch 8 at 64x64",
         lambda: _torchvision().models.resnet18(num_classes=1000),
@@ -187,19 +187,18 @@ WORKLOADS = {
         lambda: _torchvision().models.resnet50(num_classes=1000),
         lambda: _images(4, 64),
     ),
-    # A tied embedding gets its gradient from two places.
     "transformer": Workload(
         "transformer, 39 MB, 2 x 64 tokens",
         lambda: Transformer(8192, 64, width=384, heads=6, depth=4),
         lambda: text_batch(2, 64, 8192),
     ),
-    # 1000 parameters of 4 kB or less: shows the cost of each parameter, whatever its size.
+    # 1000 parameters of at most 4 kB, to show the cost per parameter.
     "layers500": Workload(
         "500 layers, 2 MB, batch 16",
         lambda: nn.Sequential(*(_Residual(32, 32) for _ in range(500))),
         lambda: (torch.randn(16, 32), torch.randint(32, (16,))),
     ),
-    # No size is a multiple of a cache line or a vector.
+    # No size is a multiple of a cache line or a SIMD vector.
     "layers500odd": Workload(
         "500 layers of 31, 2 MB, batch 16",
         lambda: nn.Sequential(*(_Residual(31, 31) for _ in range(500))),

@@ -1,1 +1,1 @@
-"""Times training steps: timelines, and reports of ranks that stall or come late."""
+"""Times training steps: timelines, and reports of stalled steps and stragglers."""

@@ -1,11 +1,11 @@
-"""The record of some steps on all ranks, in milliseconds of one clock.
+"""The record of some steps on all ranks, in milliseconds on one clock.
 
-launched       the rank has sent its part of a bucket
-  |  waiting   until the last rank has launched it, too
+launched       the rank launches a bucket's collective
+  |  waiting   until the last rank launches it, too
 met
-  |  moving    until the average has landed
+  |  moving    until the average has arrived
 landed
-  |  waited    for, by the main thread: exposed
+  |  waited    by the main thread; this time is exposed
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ class BucketTimes:
     sent: Span  # from the launch to the average
     wait: Span  # the main thread does nothing else
     unpack: Span  # the copies into `.grad`
-    met: float = 0.0  # when the last rank launched it
-    last: int = 0  # that rank
-    moving: float = 0.0  # when it began to move
+    met: float = 0.0  # when the last rank launched the bucket
+    last: int = 0  # the rank that launched it last
+    moving: float = 0.0  # when data began to move
 
     @property
     def exposed(self) -> float:
@@ -36,7 +36,7 @@ class BucketTimes:
 
     @property
     def exposed_for_a_rank(self) -> float:
-        """The part of `exposed` before the last rank had launched it."""
+        """The part of `exposed` before the last rank launched the bucket."""
         return min(max(self.met - self.wait[0], 0.0), self.exposed)
 
 
@@ -47,10 +47,10 @@ class RankTimes:
     rank: int
     forward: tuple[Span, ...]
     backward: tuple[Span, ...]
-    arrived: tuple[tuple[str, float], ...]  # parameters, as their gradients were computed
-    buckets: tuple[BucketTimes, ...]  # those that were launched
+    arrived: tuple[tuple[str, float], ...]  # parameters, in the order of their gradients
+    buckets: tuple[BucketTimes, ...]  # only launched ones
     optimizer: Span | None  # None if no optimizer stepped
-    begin: float  # of the step on this rank
+    begin: float
     end: float
 
     @property
@@ -63,7 +63,7 @@ class RankTimes:
 
     @property
     def hidden(self) -> float:
-        """The share of the communication in which the main thread did not wait, 0 to 1."""
+        """The share of communication during which the main thread did not wait, 0 to 1."""
         whole, waits = self.communication, [bucket.wait for bucket in self.buckets]
         if not whole:
             return 0.0
@@ -74,7 +74,7 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One step, which begins at 0 on the rank that begins first."""
+    """One step; time 0 is its beginning on the first rank to begin."""
 
     iteration: int
     layout: Layout  # the parameters of each bucket
@@ -89,10 +89,10 @@ class StepTimes:
 class Record:
     """Steps of all ranks."""
 
-    title: str  # the model, the way between ranks, and their number
+    title: str  # names the model, the transport, and the number of ranks
     nbytes: dict[str, int]  # of each parameter's gradient
     hosts: tuple[str, ...]  # of each rank
-    clock_error: float  # ms by which the clocks of two hosts may still differ; 0 on one host
+    clock_error: float  # the remaining ms between the clocks of two hosts; 0 on one host
     steps: tuple[StepTimes, ...]
 
     @property
@@ -104,7 +104,7 @@ class Record:
 
 
 def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
-    """Reads the clock of all marks, in ms of the rank's own clock."""
+    """Converts one step's marks to times, in ms on the rank's own clock."""
 
     def ms(mark: Mark) -> float:
         return marks.seconds(mark) * 1e3
@@ -116,13 +116,13 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
     began, is_new = None, False
     for event, mark in step.events:
         if event == "forward":
-            # A pass that raised has no end. Nor has one that a checkpoint recomputes in part.
+            # A pass that raises has no end, nor has a checkpoint's partial recomputation.
             began = mark
         elif event == "forwarded" and began is not None:
             forward.append((ms(began), ms(mark)))
             began, is_new = None, True
         elif event == "backward" and is_new:
-            # Not those of further losses of the same forward passes.
+            # Only the first backward pass: more losses of the same forward pass may follow.
             starts.append(ms(mark))
             is_new = False
         elif event == "all launched":
@@ -132,12 +132,12 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
         elif event == "step" and not optimizer:
             optimizer = [ms(mark)]
         elif event == "stepped" and optimizer:
-            # The last of several ends the step.
+            # The last of several optimizers ends the step.
             optimizer[1:] = [ms(mark)]
     marked = zip(step.arrived[::2], step.arrived[1::2], strict=True)
     arrived = tuple((name, ms(mark)) for name, mark in marked)
     starts = starts or [at for _, at in arrived[:1]]
-    # A pass ends where the next forward pass begins, the last one where all buckets are launched.
+    # A backward pass ends at the next forward pass, and the last one once all buckets are launched.
     ends = [next((f[0] for f in forward if f[0] > start), backward_end) for start in starts]
     backward = tuple((start, max(start, end)) for start, end in zip(starts, ends, strict=True))
     buckets = []
@@ -145,21 +145,21 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
         at = {moment: ms(mark) for moment, mark in found.items() if mark is not None}
         if not {"launched", "unpacked"} <= at.keys():
             continue
-        # Sparse buckets and PowerSGD's land in the wait, and a callback may come late.
+        # Sparse buckets and PowerSGD's arrive during the wait, and a callback may run late.
         landed = min(at.get("landed", at["waited"]), at["waited"])
         pack, sent = (at["pack"], at["launched"]), (at["launched"], max(landed, at["launched"]))
         wait, unpack = (at["wait"], at["waited"]), (at["unpack"], at["unpacked"])
         buckets.append(BucketTimes(index, pack, sent, wait, unpack))
-    # `backward_and_step` is called before its backward pass.
+    # `backward_and_step` notes "step" before its backward pass.
     update = (max(optimizer[0], averaged), optimizer[1]) if len(optimizer) == 2 else None
-    # Inside `join()` a rank without data has buckets alone.
+    # Inside `join()`, a rank without data has only buckets.
     begin = min([*(s[0] for s in (*forward, *backward)), *(b.pack[0] for b in buckets), averaged])
     end = averaged if update is None else max(averaged, update[1])
     return RankTimes(rank, tuple(forward), backward, arrived, tuple(buckets), update, begin, end)
 
 
 def step_times(iteration: int, layout: Layout, ranks: Sequence[RankTimes]) -> StepTimes:
-    """Joins one step of all ranks, whose times are on one clock; see `met` and `last`."""
+    """Joins one step of all ranks, whose times are on one clock, and fills in `met` and `last`."""
     sent: dict[int, list[tuple[float, int]]] = {}
     for times in ranks:
         for bucket in times.buckets:
@@ -170,9 +170,9 @@ def step_times(iteration: int, layout: Layout, ranks: Sequence[RankTimes]) -> St
         buckets: list[BucketTimes] = []
         for bucket in times.buckets:
             met, last = max(sent[bucket.index])
-            # A clock that is a little off must not make a bucket land before all have launched it.
+            # The clocks may differ a little, but no bucket arrives before its last launch.
             met, landed = min(met, bucket.sent[1]), bucket.sent[1]
-            # Most groups move one bucket after another. Where they do not, one may land before.
+            # Most groups move buckets one by one. In others, a later bucket may arrive first.
             earlier = [other.sent[1] for other in buckets if other.sent[1] <= landed]
             moving = max([met, *earlier])
             buckets.append(replace(bucket, met=met, last=last, moving=moving))
@@ -181,7 +181,7 @@ def step_times(iteration: int, layout: Layout, ranks: Sequence[RankTimes]) -> St
 
 
 def moved(value: Any, by: float) -> Any:
-    """Adds `by` ms to every time in spans, tuples and the classes above."""
+    """Adds `by` ms to every time in a span, a tuple, or an instance of the classes above."""
     if isinstance(value, float):
         return value + by
     if isinstance(value, tuple):

@@ -1,11 +1,11 @@
-"""Records the moments of training steps on one rank: the one timer of steps.
+"""Records the events of training steps on one rank.
 
-The events of a step, from the end of one average to the end of the next:
+A step lasts from the end of one average to the end of the next:
 
     begin  step stepped  forward forwarded  backward  launch.. over  all launched  averaged
-           '- the optimizer of the step before, in a timeline
+           '- in a timeline, this optimizer step belongs to the previous step
 
-`stragglers.py` reads them as phases, `record.py` as the spans of a timeline.
+`stragglers.py` turns the events into phases, `record.py` into the spans of a timeline.
 """
 
 import time
@@ -24,14 +24,14 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.options.unused import find_tensors
 
-Mark = Any  # of `HostMarks` or `GpuMarks`
+Mark = Any  # what `take` of `HostMarks` or `GpuMarks` returns
 Layout = tuple[tuple[str, ...], ...]
 
 
 class HostMarks:
-    """Marks of what the host does. Ranks of one Linux machine have one clock."""
+    """Takes times of the host's work. All ranks of a Linux machine share one clock."""
 
-    # The clock itself: a function around it would take as long again, for every gradient.
+    # The clock function itself: every gradient calls it, and a wrapper would double the cost.
     take = staticmethod(time.perf_counter)
 
     def seconds(self, mark: float) -> float:
@@ -39,15 +39,14 @@ class HostMarks:
 
 
 class GpuMarks:
-    """Marks of what a GPU does: events in the stream that is current where they are taken.
+    """Takes times of a GPU's work, as events on the current stream.
 
-    The host runs ahead of the GPU, so its own clock would show when work was issued, and not when
-    it ran.
+    The host runs ahead of the GPU, so its clock would show when work was issued, not when it ran.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # One moment on both clocks.
+        # Take one moment on both clocks.
         gpu.synchronize(device)
         self._near, self._its_seconds = self.take(), time.perf_counter()
         self._near.synchronize()
@@ -56,9 +55,9 @@ class GpuMarks:
         return gpu.record(self._device, timed=True)
 
     def seconds(self, mark: torch.Event) -> float:
-        """Waits for the event, and returns its time in seconds of `time.perf_counter`."""
+        """Waits for the event and returns its time in seconds of `time.perf_counter`."""
         mark.synchronize()
-        # A float32 in ms, which is exact to 0.1 us only between events that are near each other.
+        # `elapsed_time` is a float32 in ms, exact to 0.1 us only if the events are close together.
         passed = self._near.elapsed_time(mark) / 1e3
         seconds = self._its_seconds + passed
         if passed > 1:
@@ -70,30 +69,30 @@ Marks = HostMarks | GpuMarks
 
 
 def marks_for(device: torch.device) -> Marks:
-    """Returns the marks of the device that computes. Their times are read after the steps."""
+    """Returns the marks for the device that computes. Their times are read after the steps."""
     return GpuMarks(device) if gpu.is_gpu(device) else HostMarks()
 
 
 @dataclass
 class StepMarks:
-    """Moments of one step."""
+    """The marks of one step."""
 
     iteration: int  # the number of averages before it
-    layout: Layout = ()  # the parameters of each bucket, in the order of launch
+    layout: Layout = ()  # the parameters of each bucket, in launch order
     arrived: list[Any] = field(default_factory=list)  # a parameter and a mark for each gradient
-    buckets: dict[int, dict[str, Mark]] = field(default_factory=dict)  # by moment
+    buckets: dict[int, dict[str, Mark]] = field(default_factory=dict)  # by index and moment
     events: list[tuple[str, Mark]] = field(default_factory=list)  # a launch has no mark
-    launched: bool = False  # all buckets were
+    launched: bool = False  # True once all buckets are
 
 
 class Recorder(Extension):
-    """Takes a mark at each event of a step. What ends a step, and reads it, derives from this."""
+    """Takes a mark at each event of a step. Subclasses decide where a step ends, and read it."""
 
     def __init__(self, device: torch.device) -> None:
         self.marks = marks_for(device)
-        self.step: StepMarks | None = None  # under way; None records nothing
+        self.step: StepMarks | None = None  # the current step; None records nothing
         self._in_backward = False
-        # Each with what removes the hook behind its steps.
+        # By optimizer, the function that removes its post-step hook.
         self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], object]]
         self._optimizers = weakref.WeakKeyDictionary()
 
@@ -102,7 +101,7 @@ class Recorder(Extension):
         self.note("begin")
 
     def note(self, event: str) -> None:
-        """Takes a mark of this moment, if a step is recorded."""
+        """Takes a mark now, if a step is being recorded."""
         if self.step is not None:
             self.step.events.append((event, self.marks.take()))
             self._in_backward = event in ("backward", "waited")
@@ -113,20 +112,20 @@ class Recorder(Extension):
             remove()
 
     def on_forward(self) -> None:
-        if torch.is_grad_enabled():  # an evaluation is not recorded
+        if torch.is_grad_enabled():  # else it is an evaluation
             self.note("forward")
 
     def on_forwarded(self, outputs: object) -> None:
         for tensor in find_tensors(outputs):
-            # Not on a leaf, which may be a parameter: its hooks would stay there for good.
+            # A leaf may be a parameter, which would keep the hook forever.
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_backward)
 
     def _on_backward(self, gradient: torch.Tensor) -> None:
-        # Autograd's first call in this pass, from whichever output it begins.
+        # Only the first output that autograd reaches begins the pass.
         if self.step is not None and not self._in_backward:
             self.note("backward")
-            # A pass under no_sync() launches nothing, and ends all the same.
+            # A pass under no_sync() launches nothing, so autograd must report its end.
             torch.autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
 
     def _on_backward_end(self) -> None:
@@ -135,7 +134,7 @@ class Recorder(Extension):
 
     def on_launch(self, bucket: Bucket) -> None:
         if self.step is not None:
-            # Nothing but a launch at the end of backward, or before its begin was seen.
+            # A launch after these events shows a backward pass whose begin was not noted.
             self._in_backward |= self.step.events[-1][0] in ("begin", "over", "stepped")
             self.step.events.append(("launch", None))
 
@@ -146,7 +145,7 @@ class Recorder(Extension):
         self.note("waited")
 
     def on_wait(self, bucket: Bucket) -> None:
-        # During backward, as with PowerSGD. Later ones are in the wait for the average.
+        # Only waits during backward, as with PowerSGD; later ones are part of the final wait.
         if self.step is not None and not self.step.launched:
             self.note("wait")
 
@@ -161,7 +160,7 @@ class Recorder(Extension):
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._optimizers:
-            # Weakly, and with this recorder: the optimizer may outlive the Reducer.
+            # Weak, and removed with this recorder, since the optimizer may outlive the Reducer.
             hook = partial(_note_step, weakref.WeakMethod(self.note))
             handle = optimizer.register_step_post_hook(hook)
             self._optimizers[optimizer] = weakref.finalize(self, handle.remove)
@@ -173,7 +172,7 @@ def _note_step(note: "weakref.WeakMethod[Callable[[str], None]]", *arguments: ob
 
 
 class Watched(Protocol):
-    """What a timeline needs of a Reducer, which imports this room."""
+    """What a timeline needs of a Reducer, which this module cannot import: it imports `watch`."""
 
     module: torch.nn.Module
     process_group: dist.ProcessGroup | None
@@ -190,21 +189,21 @@ class Watched(Protocol):
 
 
 class BucketRecorder(Recorder):
-    """Records each gradient and each bucket, too, of the steps after the first `skip` averages.
+    """Also records each gradient and each bucket, in the steps after the first `skip` averages.
 
-    These are counted from when `bucket_cap_mb="auto"` has settled: its trials are no typical steps.
-    The moments of a bucket: pack, launched, landed, wait, waited, unpack, unpacked. `at_average` is
-    called after each average with the number of averages so far.
+    With `bucket_cap_mb="auto"` the count starts after its trials, which are not typical steps. The
+    moments of a bucket are pack, launched, landed, wait, waited, unpack and unpacked. `at_average`
+    is called after each average with the number of averages so far.
     """
 
     def __init__(self, reducer: Watched, skip: int, at_average: Callable[[int], None]) -> None:
         super().__init__(reducer.device)
-        self.steps: list[StepMarks] = []  # recorded; the last is under way
+        self.steps: list[StepMarks] = []  # the last one is incomplete
         self._reducer, self._at_average = reducer, at_average
         self._skip, self.first = skip, reducer.iteration + skip
         averaged = {name for bucket in reducer.buckets for name in bucket}
         parameters = {n: p for n, p in reducer.module.named_parameters() if n in averaged}
-        # By id: a gradient's mark has the parameter.
+        # By id, since `_Arrivals` records parameters, not names.
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._arrivals = _Arrivals(parameters, self.marks.take)
         reducer.add_extension(self)
@@ -224,7 +223,7 @@ class BucketRecorder(Recorder):
             handle.remove()
 
     def complete(self) -> list[StepMarks]:
-        """The averaged steps, from the first forward pass to the optimizer's end, with names."""
+        """Returns the averaged steps, each from its forward pass to its optimizer's end."""
         found = []
         for step, following in pairwise(self.steps):
             events = step.events[_opening(step) :] + following.events[: _opening(following)]
@@ -251,13 +250,13 @@ class BucketRecorder(Recorder):
         self._mark(bucket, "launched")
         if self.step is not None:
             moments, take = self.step.buckets[bucket.index()], self.marks.take
-            moments["landed"] = None  # another thread may set it while these are read
-            # Without this recorder: the group's thread may keep a callback for a while.
+            moments["landed"] = None  # so that another thread only replaces it while we read
+            # No reference to this recorder, since the group's thread may keep the callback.
             bucket.when_landed(lambda: moments.update(landed=take()))
 
     def on_wait(self, bucket: Bucket) -> None:
         super().on_wait(bucket)
-        # The first of two: that of a hook that has one bucket under way at a time.
+        # A hook with one bucket in flight at a time makes two calls, of which the first counts.
         if self.step is not None and "wait" not in self.step.buckets.get(bucket.index(), {}):
             self._mark(bucket, "wait")
 
@@ -274,7 +273,7 @@ class BucketRecorder(Recorder):
     def on_average(self, iteration: int, takes_part: bool) -> None:
         self.note("averaged")
         if self._reducer.bucket_cap_mb is None:
-            # The next one is a trial, too.
+            # The next average is a trial, too.
             self.first = iteration + 1 + self._skip
         self._begin(iteration)
         self._at_average(iteration)
@@ -285,7 +284,7 @@ class BucketRecorder(Recorder):
 
 
 def _opening(step: StepMarks) -> int:
-    # What comes before it is of the step before: its optimizer.
+    # Earlier events belong to the previous step's optimizer.
     opens = ("forward", "launch", "all launched")
     places = (place for place, (event, _) in enumerate(step.events) if event in opens)
     return next(places, len(step.events))
@@ -294,20 +293,19 @@ def _opening(step: StepMarks) -> int:
 class _Arrivals:
     """Takes a mark as soon as a gradient is computed.
 
-    Apart from the recorder, as short as can be: a model may have a thousand gradients in a step.
-    And the garbage collector cannot see a cycle through a parameter's hooks.
+    Kept minimal, since a model may have a thousand gradients per step, and apart from the recorder,
+    since the garbage collector cannot see a cycle through a parameter's hooks.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], take: Callable[[], Mark]) -> None:
         self.found: list[Any] = []  # a parameter and a mark for each gradient
         self._take = take
-        # Of a frozen parameter there is no gradient.
         trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self.handles = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
         for handle in self.handles:
             hooks = handle.hooks_dict_ref()
-            # Before those that are there: the Reducer's packs the gradient. Not `move_to_end`:
-            # autograd goes through them in the order in which they were put in.
+            # Run before existing hooks, since the Reducer's packs the gradient. `move_to_end` has
+            # no effect: autograd calls hooks in insertion order.
             for number in [number for number in hooks if number != handle.id]:
                 hooks[number] = hooks.pop(number)
 

@@ -1,4 +1,4 @@
-"""The forms of a record: a step as text or as a picture, all steps as a page or as a trace."""
+"""Renders a record: a step as text or as a picture, all steps as a page or as a trace."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,12 +9,12 @@ from typing import Any
 from ddp_from_scratch.watch.record import BucketTimes, RankTimes, Record, Span, StepTimes
 
 WIDTH = 100
-# Buckets with a line of their own; a rank may have hundreds.
+# Buckets per rank that get a line; a rank may have hundreds.
 MOST = 12
-# Ms of waiting that are worth a word.
+# Shorter waits, in ms, are not mentioned.
 _LEAST = 0.05
 
-# A symbol, what it stands for, its colour on a terminal, and what a picture calls it.
+# By symbol: its meaning, its colour on a terminal, and its name in a picture.
 _KINDS = {
     "F": ("forward", 34, "forward"),
     "B": ("backward", 36, "backward"),
@@ -26,7 +26,7 @@ _KINDS = {
     "-": ("waits for a rank", 31, "waits for a rank"),
     "=": ("moves", 32, "moves"),
 }
-# Safe for colour-blind readers (Okabe and Ito 2008). The page has the same.
+# Safe for colour-blind readers (Okabe and Ito 2008). The page uses the same colours.
 COLOURS = {
     "forward": "#56b4e9",
     "backward": "#0072b2",
@@ -38,13 +38,13 @@ COLOURS = {
 }
 
 Spans = list[tuple[str, Span]]  # symbols, with begin and end in ms
-Row = tuple[str, Spans]  # a label, and what its line shows
+Row = tuple[str, Spans]  # a label, and the spans of its line
 
 # Rows of text and pictures ----------------------------------------------------------------------
 
 
 def computed(rank: RankTimes) -> Spans:
-    """Returns what the main thread of a rank does."""
+    """Returns the spans of a rank's main thread."""
     spans = [("F", span) for span in rank.forward] + [("B", span) for span in rank.backward]
     if rank.optimizer is not None:
         spans.append(("O", rank.optimizer))
@@ -54,12 +54,12 @@ def computed(rank: RankTimes) -> Spans:
 
 
 def sent(bucket: BucketTimes) -> Spans:
-    """Returns a bucket's way between ranks."""
+    """Returns the spans of a bucket's communication."""
     return [("-", (bucket.sent[0], bucket.met)), ("=", (bucket.moving, bucket.sent[1]))]
 
 
 def _rows(record: Record, step: StepTimes) -> Iterator[tuple[RankTimes, BucketTimes | None, str]]:
-    # A row for what each rank computes, and one for each bucket: those waited for longest.
+    # One row for what each rank computes, and one for each of the buckets with the longest waits.
     for rank in step.ranks:
         yield rank, None, f"rank {rank.rank}"
         longest = sorted(rank.buckets, key=lambda bucket: -bucket.exposed)[:MOST]
@@ -77,7 +77,7 @@ def _size(nbytes: int) -> str:
 
 
 def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
-    """Draws one step: a line for each rank and each of its buckets, then the sums in words."""
+    """Draws one step, with a line for each rank and each of its buckets, and a summary."""
     rows: list[Row] = []
     for rank, bucket, label in _rows(record, step):
         if bucket is None:
@@ -98,14 +98,14 @@ def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
 def line(
     label: str, labels: int, spans: Iterable[tuple[str, Span]], length: float, colour: bool
 ) -> str:
-    """Draws spans behind a label of a width; `length` ms fill the rest of the line."""
+    """Draws a label of `labels` characters, then the spans; `length` ms fill the rest."""
     bars = WIDTH - labels - 2
     cells, covered = [" "] * bars, [0.0] * bars
     width = length / bars
     for symbol, (begin, end) in spans:
         first, last = int(begin / width), min(int(end / width), bars - 1)
         for cell in range(max(first, 0), last + 1):
-            # The one that fills most of a cell. Short ones count double: they are rarely alone.
+            # A cell shows the span that fills most of it. Short kinds of spans count double.
             part = min(end, (cell + 1) * width) - max(begin, cell * width)
             if part > 0 and part >= covered[cell] * (0.5 if symbol in "p!u" else 1):
                 cells[cell], covered[cell] = symbol, part
@@ -115,13 +115,13 @@ def line(
 
 
 def legend() -> str:
-    """Returns what the symbols stand for, in two lines."""
+    """Returns the meanings of the symbols, in two lines."""
     items = [f"{symbol} {what}" for symbol, (what, _, _) in _KINDS.items()]
     return "  ".join(items[:6]) + "\n" + "  ".join(items[6:])
 
 
 def summary(record: Record, step: StepTimes) -> list[str]:
-    """Says what was hidden, what was exposed, and who was waited for."""
+    """Describes how much communication was hidden or exposed, and which ranks were late."""
     lines = []
     waited = dict.fromkeys(range(len(step.ranks)), 0.0)
     for rank in step.ranks:
@@ -153,7 +153,7 @@ def summary(record: Record, step: StepTimes) -> list[str]:
 
 
 def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
-    """Draws one step of all ranks; returns False, and draws nothing, without matplotlib."""
+    """Draws one step of all ranks; without matplotlib, draws nothing and returns False."""
     rows = [
         (label, computed(rank) if bucket is None else sent(bucket))
         for rank, bucket, label in _rows(record, step)
@@ -163,7 +163,7 @@ def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
 
 
 def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = "") -> bool:
-    """Draws rows under captions, on one scale of ms, into files of the formats of their names."""
+    """Draws captioned panels of rows on one ms scale; file names choose the formats."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -171,7 +171,7 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
         return False
     counts = [len(rows) for rows in panels.values()]
     figure = Figure(figsize=(12, 1.2 + 0.28 * sum(counts) + 0.45 * len(counts)))
-    # Not pyplot: the program may draw with it, on a screen of its own.
+    # Not pyplot, which the program may use with a backend of its own.
     FigureCanvasAgg(figure)
     figure.set_layout_engine("constrained")
     all_axes = figure.subplots(
@@ -179,7 +179,7 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
     )[:, 0]
     for axes, (caption, rows) in zip(all_axes, panels.items(), strict=True):
         for place, (label, spans) in enumerate(rows):
-            # A rank's own row stands out from those of what it sends.
+            # The rows of a rank's main thread are taller than those of its buckets.
             height = 0.8 if label.startswith(("rank", "main")) else 0.55
             for symbol, (begin, end) in spans:
                 bar = [(begin, end - begin)], (place - height / 2, height)
@@ -209,19 +209,19 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
 
 
 def as_html(record: Record) -> Iterator[str]:
-    """Returns the parts of one page that opens offline: `page.html` with the record in it."""
+    """Yields the parts of a page that opens offline: `page.html` with the record in it."""
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     head, tail = template.split("{{record}}")
     yield head
     for text in _data(record):
-        # In a script element "</script" would end it, and "<!--<script" hide its end.
+        # "</script" would end the script element, and "<!--<script" would hide its end.
         yield text.replace("<", "\\u003c")
     yield tail
 
 
 def _data(record: Record) -> Iterator[str]:
     def shallow(times: Any) -> dict[str, Any]:
-        # Neither `asdict`, which copies every time, nor `vars`, which leaves a dict with each.
+        # Not `asdict`, which copies every time, nor `vars`, which leaves each object with a dict.
         return {field.name: getattr(times, field.name) for field in fields(times)}
 
     data = {
@@ -243,7 +243,7 @@ def _data(record: Record) -> Iterator[str]:
 
 
 def as_json(record: Record) -> Iterator[str]:
-    """Returns the parts of a trace in Chrome's format: a process for each rank."""
+    """Yields the parts of a trace in Chrome's format, with a process for each rank."""
     yield '{"displayTimeUnit": "ms", "traceEvents": ['
     for number, event in enumerate(_events(record)):
         yield ",\n" * (number > 0) + json.dumps(event)
@@ -251,7 +251,6 @@ def as_json(record: Record) -> Iterator[str]:
 
 
 def _events(record: Record) -> Iterator[dict[str, Any]]:
-    # Row 0 is the main thread's, the others are the buckets'.
     rows = ["compute", *(f"bucket {n}" for n in range(max(len(s.layout) for s in record.steps)))]
     for rank in record.steps[0].ranks:
         names = [("process_name", 0, f"rank {rank.rank}")]
@@ -262,14 +261,13 @@ def _events(record: Record) -> Iterator[dict[str, Any]]:
     for step in record.steps:
         for rank in step.ranks:
             for name, row, span, arguments in _spans(record, step, rank):
-                # Microseconds, to the nanosecond.
+                # In microseconds, rounded to nanoseconds.
                 ts, dur = ((begin + span[0]) * 1e3, (span[1] - span[0]) * 1e3)
                 event = {"name": name, "ph": "X", "pid": rank.rank, "tid": row}
                 event |= {"ts": round(ts, 3), "dur": round(dur, 3)}
                 event |= {"args": {"step": step.iteration, **arguments}}
                 yield event | ({"ph": "i", "s": "t"} if name.startswith("gradient of") else {})
-        # Steps one behind the other, with a gap.
-        begin += step.length * 1.05
+        begin += step.length * 1.05  # with a gap
 
 
 def _spans(

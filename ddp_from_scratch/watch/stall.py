@@ -1,4 +1,4 @@
-"""Reports a step that stalls, with the bucket, ranks and parameters that it waits for."""
+"""Reports a stalled step, with the bucket, ranks and parameters that it waits for."""
 
 import json
 import os
@@ -22,32 +22,32 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.errors import shortened
 
-# Number of looks at a wait before it is reported.
+# How many times a watch wakes up in `after` seconds.
 _WAKES = 3
-# Watches so far, by group: its ranks make them in one order, so keys in the store are alike.
+# Watches so far, by group. Its ranks make them in the same order, so their store keys match.
 _made: Counter[str] = Counter()
 
 
 class Progress(NamedTuple):
-    """A Reducer's position in a step; equal to an earlier one if nothing happened in between."""
+    """A Reducer's position in a step. Two positions are equal if nothing happened in between."""
 
     step: int  # the number of averages before this one
-    # The first bucket under way, or the end of backward; None if the step waits for no rank.
+    # The first bucket in flight, or the end of backward; None if the step waits for no rank.
     bucket: str | None
-    text: str  # the gradients that have arrived on this rank, and those that are missing
+    text: str  # which gradients have arrived on this rank, and which are missing
 
     @classmethod
     def of(
         cls, step: int, launched: int, buckets: Sequence[Bucket], names: Sequence[str]
     ) -> "Progress":
-        """Reads the position, in any thread, of a step that has launched the first buckets."""
+        """Reads the position of a step after `launched` buckets. Any thread may call it."""
         waits = "the end of the backward pass" if 0 < launched == len(buckets) else None
         for bucket in buckets[:launched]:
             if not bucket.arrived:
                 inside = shortened([names[index] for index in bucket.members], 3)
                 waits = f"bucket {bucket.index()} of {len(buckets)} ({inside})"
                 break
-        # Buckets that are unpacked miss all their members again, for the next step.
+        # Only unlaunched buckets: an unpacked one already counts its members as missing again.
         missing = [sorted(b.missing.difference([*b.noted])) for b in buckets[launched:]]
         count = len(names) - sum(map(len, missing))
         text = f"{count} of {len(names)} gradients have arrived"
@@ -58,12 +58,12 @@ class Progress(NamedTuple):
 
 
 class StallWatch(Extension):
-    """A thread that looks at a Reducer from time to time, and reports a step that does not move on.
+    """A thread that checks a Reducer regularly and reports a step that makes no progress.
 
-    It wakes three times in `after` seconds. A step that has moved on costs nothing more; on a GPU,
-    8 bytes are copied to the host for each bucket. A step that has not moved publishes this rank's
-    progress, once. After `after` seconds with a bucket under way, every rank's progress is written
-    to standard error, by one rank, once in a step.
+    It wakes three times in `after` seconds. If the step has progressed, that is all; on a GPU, each
+    bucket also copies 8 bytes to the host. If it has not, this rank publishes its progress, once.
+    After `after` seconds with a bucket in flight, one rank writes every rank's progress to standard
+    error, once per step.
 
     The thread ends with the Reducer, of which `progress` is a bound method, with the process group,
     or with the process.
@@ -77,7 +77,7 @@ class StallWatch(Extension):
     ) -> None:
         if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
-        # The thread holds this watch, and the group's store only while it reports.
+        # The thread must not keep the Reducer alive, nor the store except while it reports.
         self._after, self._progress = after, weakref.WeakMethod(progress)
         self._under_way = _UnderWay()
         group = process_group or dist.group.WORLD
@@ -89,18 +89,18 @@ class StallWatch(Extension):
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
         self._thread.start()
-        # Not __del__: this runs at Python's exit, too.
+        # Unlike `__del__`, a finalizer also runs at interpreter exit.
         weakref.finalize(cast(MethodType, progress).__self__, self._end)
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
-        # The host does not wait for a GPU.
+        # The host runs ahead of a GPU, so the watch follows the GPU itself.
         device = bucket.parameters()[0].device
         if gpu.is_gpu(device) and not gpu.is_capturing():
             self._under_way.add(iteration, bucket.index(), device)
 
     def _end(self) -> None:
         self._stop.set()
-        # The thread itself may drop the last reference to the Reducer, and cannot join itself.
+        # The thread may drop the last reference to the Reducer itself, and cannot join itself.
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
@@ -109,9 +109,8 @@ class StallWatch(Extension):
             own = [_machine(), os.getpid(), _state(os.getpid())[1]]
             self._store().set(f"process {self._rank}", json.dumps(own))
         before = published = None
-        # The time since which `before` holds, and the step of the last report.
+        # When the step reached `before`, and the step of the last report.
         since, reported = 0.0, -1
-        # The event ends a wait early when the Reducer is gone.
         while not self._stop.wait(self._after / _WAKES) and dist.is_initialized():
             now = self._look()
             if now is None:
@@ -127,12 +126,11 @@ class StallWatch(Extension):
                 waited = time.monotonic() - since
                 if now.bucket and waited > 0.99 * self._after and now.step != reported:
                     reported = now.step
-                    # The first rank to count writes the report for all.
+                    # Only the first rank to get here writes the report.
                     if store.add(f"report {now.step}", 1) == 1:
                         print(self._report(now, waited, store), file=sys.stderr, flush=True)
             except (RuntimeError, ValueError):
-                # The group was destroyed meanwhile.
-                return
+                return  # the group has been destroyed
 
     def _look(self) -> Progress | None:
         progress = self._progress()
@@ -142,13 +140,13 @@ class StallWatch(Extension):
         first = self._under_way.first()
         if first is None:
             return now
-        # The host is ahead of the GPU: `now` counts the gradients of the next step already.
+        # The host is ahead of the GPU, so `now` already counts gradients of the next step.
         step, index = first
         text = f"all gradients of step {step} have arrived, and since then {now.text}"
         return Progress(step, f"bucket {index}", text)
 
     def _store(self) -> dist.Store:
-        # Through the group's store: its own collectives are what is stuck.
+        # The ranks meet in the store, since the group's collectives are stuck.
         group = dist.distributed_c10d._get_default_group()
         if isinstance(group, SharedMemoryGroup):
             group.install_store()
@@ -162,7 +160,7 @@ class StallWatch(Extension):
             if store.check([str(rank)]):
                 step, published = json.loads(store.get(str(rank)))
                 text = f"{text} (last heard of at {step})"
-                # A rank may have all averages of the last step and not have counted them yet.
+                # A rank may have all averages of a step before it counts that step.
                 if abs(step - now.step) <= 1:
                     stopped = process in (_ENDED, _STOPPED)
                     text = f"{published}; {process}" if stopped else published
@@ -172,10 +170,10 @@ class StallWatch(Extension):
 
 
 class _UnderWay:
-    """The buckets that a GPU has not averaged yet. Reading them makes no call to CUDA.
+    """The buckets that a GPU has not averaged yet. Reading them makes no CUDA call.
 
-    A query of an event in one thread invalidates the capture of a graph in another. So the GPU
-    writes the number of the last bucket that it has averaged to the host's memory.
+    Querying an event in one thread would invalidate a graph capture in another. Instead, the GPU
+    writes the number of the last averaged bucket to host memory.
     """
 
     def __init__(self) -> None:
@@ -196,7 +194,7 @@ class _UnderWay:
             self._buckets.popleft()
 
     def first(self) -> tuple[int, int] | None:
-        """The step and the index of the first one, in any thread."""
+        """Returns the step and the index of the first one. Any thread may call it."""
         over = int(self._on_host)
         left = (bucket[1:] for bucket in self._buckets.copy() if bucket[0] > over)
         return next(left, None)
@@ -212,7 +210,7 @@ def _process_in_words(store: dist.Store, rank: int) -> str | None:
     if not machine or machine != _machine():
         return None
     found, begun = _state(pid)
-    # One that began at another time has got the number of the one that ended.
+    # A later process may have the same pid, but not the same start time.
     if begun is None or begun != started:
         return _ENDED
     words = {"T": _STOPPED, "t": _STOPPED, "Z": _ENDED, "X": _ENDED}
@@ -220,9 +218,9 @@ def _process_in_words(store: dist.Store, rank: int) -> str | None:
 
 
 def _state(pid: int) -> tuple[str, int | None]:
-    """Returns a process's state and its start, in ticks since the machine's boot; None of none."""
+    """Returns a process's state and its start in ticks since boot; ("", None) if it is gone."""
     try:
-        # These stand behind the program's name, which may hold anything.
+        # Split after the program's name, which may contain anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", None
@@ -230,7 +228,7 @@ def _state(pid: int) -> tuple[str, int | None]:
 
 
 def _machine() -> str:
-    """Names what process numbers are valid in: a machine's boot and a container; "" if unknown."""
+    """Names the pid namespace, by the machine's boot and the namespace; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

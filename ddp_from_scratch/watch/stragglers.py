@@ -1,4 +1,4 @@
-"""Reports the rank that the others wait for, by the phases of each rank's steps."""
+"""Finds stragglers, ranks that the others wait for, by the phases of each rank's steps."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -10,29 +10,29 @@ import torch.distributed as dist
 from ddp_from_scratch import gpu
 from ddp_from_scratch.watch.recorder import Mark, Recorder, StepMarks
 
-# The phases in which a rank works, in the order of a step, and then the one in which it waits.
+# The phases in which a rank works, in the order of a step; then the phase in which it waits.
 WORK = ("data", "forward", "backward", "optimizer")
 PHASES = (*WORK, "waiting")
 
-# A rank is a straggler if it comes last in so many steps, and so late, as parts of all steps and of
-# a step. Chance alone, or a rank that loses its CPU now and then, reaches neither.
+# A rank is a straggler if it is last in more than this share of the steps, by more than this share
+# of a step. Chance, or a rank that loses its CPU now and then, reaches neither.
 OFTEN, LATE = 2 / 3, 0.1
 
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """The rank that others waited for, in some steps; times in ms, medians of the steps."""
+    """The slowest rank of some steps. Times are medians over the steps, in ms."""
 
     first: int  # the average at the end of the first step, counted from 1
     last: int
-    rank: int  # the one that came last most often
-    times: int  # the number of steps in which it came last
-    late_ms: float  # by which it came after the median of the others
-    phase: str  # in which it takes the most time beyond that of the others
-    is_late: bool  # that is no chance; see `OFTEN` and `LATE`
+    rank: int  # the rank that was last most often
+    times: int  # the number of steps in which it was last
+    late_ms: float  # how much later than the median of the others it was
+    phase: str  # the phase with the most time beyond that of the others
+    is_late: bool  # True if this is not chance; see `OFTEN` and `LATE`
     own_ms: dict[str, float]  # the phases of `rank`, by the names of `PHASES`
-    others_ms: dict[str, float]  # those of the other ranks, their medians
-    exposed_ms: float  # in which the last rank to come waits: communication that is not hidden
+    others_ms: dict[str, float]  # the medians of the other ranks
+    exposed_ms: float  # the wait of the last rank, which is communication that is not hidden
     step_ms: float  # the length of a step
     world_size: int  # the number of ranks that were compared
 
@@ -57,12 +57,12 @@ class StragglerReport:
 def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> StragglerReport:
     """Finds the rank that the others wait for, from seconds of shape (ranks, steps, `PHASES`).
 
-    All ranks leave an average together, so the rank that works longest until the next one comes
-    last, by the time that it works longer: no clocks are compared. A rank that did not work in some
-    step is left out, unless all are: it has run out of data inside `join()`.
+    All ranks leave an average together, so the rank that then works longest is last, by its extra
+    work; no clocks are compared. A rank without work in some step has run out of data inside
+    `join()`; it is left out, unless that holds for all ranks.
 
-    `last` is the number of averages at the end of the last step. Phases other than `only` hold
-    waits for peers, too.
+    `last` is the number of averages at the end of the last step. Only the phases `only` are
+    compared, since others contain waits for peers.
     """
     present = (seconds[:, :, :-1].sum(2) > 0).all(1)
     ranks = present.nonzero().flatten().tolist() or list(range(len(seconds)))
@@ -70,7 +70,6 @@ def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> S
     compared = [PHASES.index(phase) for phase in only]
     work = ms[:, :, compared].sum(2)
     world_size, steps = work.shape
-    # In each step one rank is the last.
     counts = torch.bincount(work.argmax(0), minlength=world_size)
     rank = int(counts.argmax())
     others = [r for r in range(world_size) if r != rank] or [rank]
@@ -95,14 +94,14 @@ def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> S
 
 
 def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:
-    """Reads the events of a step as its phases, each with the mark at its begin; "end" is last.
+    """Turns the events of a step into phases, each with the mark of its begin; "end" is last.
 
-    - optimizer: up to the end of the last optimizer's step; clipping and loss scaling are in it.
-    - data: up to the forward pass. Without an optimizer's step it begins with the average.
-    - forward: until backward reaches the outputs, so with the loss and its own backward.
-    - backward: until all buckets are launched; where the module is not called as a whole, with all
-      that comes before it.
-    - waiting: for averages, for weights, and for the ranks that come later.
+    - optimizer: until the last optimizer's step ends; includes clipping and loss scaling.
+    - data: until the forward pass. Without an optimizer step it begins at the average.
+    - forward: until backward reaches the outputs, so it includes the loss and its backward.
+    - backward: until all buckets are launched. If the program never calls the module as a whole,
+      it includes everything before.
+    - waiting: for averages, for weights, and for later ranks.
     """
     enters = {"begin": "optimizer", "wait": "waiting", "waited": "backward"}
     enters |= {"all launched": "waiting", "averaged": "end"}
@@ -110,22 +109,22 @@ def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:
     stepped = False
     for event, mark in events:
         if event == "launch":
-            # At the end of backward, which is not over then.
+            # The backward pass is not over yet.
             if found[-1][0] in ("data", "optimizer"):
                 found[-1] = ("backward", found[-1][1])
         elif event == "over":
-            # A pass under no_sync() launches nothing. What follows it is data again.
+            # A pass under no_sync() launches nothing, and data follows it.
             if found[-1][0] == "backward":
                 found.append(("data", mark))
         elif event == "stepped":
-            # Of several optimizers the last one's step ends the phase.
+            # The last of several optimizers ends the phase.
             if [phase for phase, _ in found[-2:]] == ["optimizer", "data"]:
                 found.pop()
             found.append(("data", mark))
             stepped = True
         else:
             if event == "forward" and not stepped:
-                # What seemed to be the optimizer's time.
+                # Without an optimizer step, the time before was data.
                 found[0] = ("data", found[0][1])
             if event != "backward" or found[-1][0] != "backward":
                 found.append((enters.get(event, event), mark))
@@ -133,13 +132,12 @@ def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:
 
 
 class StragglerWatch(Recorder):
-    """Compares the ranks' steps in every so many averages, and reports which of them is late.
+    """Compares the ranks' steps every `every` averages, and reports the straggler.
 
-    Each rank takes the time of the `phases` of its own steps, from the end of one average to that
-    of the next. They are gathered after `every` steps, in one collective more. On a GPU its own
-    events are compared, not the host's. Where layers communicate (synchronised batch norm), data
-    and optimizer alone are compared. `tell` is called with each report, on every rank; by default
-    rank 0 prints it to standard error.
+    Each rank times the `phases` of its own steps, from the end of one average to the end of the
+    next; one more collective then gathers them. On a GPU the times come from its events. If layers
+    communicate (synchronised batch norm), only data and optimizer are compared. `tell` is called
+    with each report on every rank; by default rank 0 prints it to standard error.
     """
 
     def __init__(
@@ -155,27 +153,27 @@ class StragglerWatch(Recorder):
         super().__init__(device)
         self._every, self._device, self._process_group = every, device, process_group
         self._layers_communicate, self._tell = layers_communicate, tell
-        # Those since the last report. The first begins behind the first average.
+        # Steps since the last report. The first one begins after the first average.
         self._steps: list[StepMarks] = []
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Ends the step; gathers and reports if a report is due. Collective then."""
+        """Ends the step. If a report is due, gathers the steps (collective) and reports."""
         if gpu.is_gpu(self._device) and gpu.is_capturing():
-            return  # a graph's events have no times, and its replays call nothing here
+            return  # events in a graph have no times, and its replays do not call this method
         if self.step is not None:
             self.note("averaged")
             if not takes_part:
-                # Without data it has waited all the time, in a collective of `join`.
+                # A rank without data has waited all the time, in a collective of `join`.
                 self.step.events[1:-1] = [("wait", self.step.events[0][1])]
             self._steps.append(self.step)
         try:
             if self._steps and iteration % self._every == 0:
                 self._report(iteration)
-        finally:  # `tell` may raise, and the program may go on
+        finally:  # the program may continue after an error in `tell`
             self.begin(StepMarks(iteration))
 
     def on_set_step(self) -> None:
-        """Forgets the steps since the last report, which ranks that join do not have."""
+        """Drops the steps since the last report, since ranks that join later do not have them."""
         self._steps, self.step = [], None
 
     def _report(self, iteration: int) -> None:

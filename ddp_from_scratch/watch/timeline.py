@@ -1,4 +1,4 @@
-"""`timeline`: records steps of all ranks on one clock, and writes them in four forms."""
+"""`timeline`: records steps of all ranks on one clock and writes them in four forms."""
 
 import socket
 import time
@@ -19,19 +19,19 @@ from ddp_from_scratch.watch import render
 from ddp_from_scratch.watch.record import RankTimes, Record, moved, rank_times, step_times
 from ddp_from_scratch.watch.recorder import BucketRecorder, Layout, Watched
 
-# Averages before the first recorded step: the first lays the buckets out anew, and allocates.
+# Averages before the first recorded step; the first of them rebuilds the buckets.
 SKIP = 3
 TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
-# Of messages between clocks.
+# Of the messages that compare clocks.
 _ROUNDS, _TAG = 20, 0
 
 T = TypeVar("T")
 
 
 class Timeline:
-    """The record of some steps. Made, closed and finished on all ranks alike: collective.
+    """Records some steps. The constructor and `close` are collective.
 
-    Args, raises: as `timeline`, from `close`, too; a folder of None writes nothing.
+    Args and errors are those of `timeline`; a folder of None writes nothing.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class Timeline:
     ) -> None:
         if steps < 1 or skip < 0:
             raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
-        self.record: Record | None = None  # the same on every rank, once its steps are complete
-        self.has_picture = False  # which takes matplotlib on rank 0
+        self.record: Record | None = None  # equal on every rank, once its steps are complete
+        self.has_picture = False  # True if rank 0 has matplotlib
         self._reducer, self._steps = reducer, steps
         self.folder = None if folder is None else Path(folder)
         group = check_group(reducer.process_group)
@@ -52,19 +52,19 @@ class Timeline:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
             boot = ""
-        # A machine by its name and the boot it is in, which has the clock of this process.
+        # The boot is part of a machine's name, since its clock starts anew with each boot.
         self._hosts: list[str] = _gather(f"{socket.gethostname()}/{boot}", self._group)
         self._clocks = clock_offsets(self._hosts, self._group)
         self._recorder = BucketRecorder(reducer, skip, self._at_average)
         self._open = True
 
     def _at_average(self, iteration: int) -> None:
-        # One average later: only then has every rank ended the last step.
+        # One average later, when every rank has ended the last step.
         if iteration > self._recorder.first + self._steps:
             self.close()
 
     def close(self) -> None:
-        """Ends the recording, gathers it and writes it. Collective; idempotent."""
+        """Ends the recording, gathers it and writes it. Collective, idempotent."""
         if not self._open:
             return
         self.discard()
@@ -74,25 +74,25 @@ class Timeline:
             self.has_picture = bool(self._on_rank_0(partial(write, self.record, self.folder)))
 
     def discard(self) -> None:
-        """Ends the recording and drops it, on this rank alone. Idempotent."""
+        """Ends the recording and drops it on this rank. Idempotent."""
         if self._open:
             self._open = False
             self._recorder.close()
 
     def _on_rank_0(self, write: Callable[[], T]) -> T | None:
-        """Writes on rank 0; where it cannot, the other ranks raise a PeerError. Collective."""
+        """Calls `write` on rank 0; if that fails, other ranks raise a PeerError. Collective."""
         problem = f"cannot write the timeline to {self.folder}"
         return self._together(write if self._rank == 0 else lambda: None, problem, UsageError)[0]
 
     def _together(
         self, make: Callable[[], T], problem: str, kind: Callable[[str], Exception]
     ) -> list[T]:
-        """Returns what every rank makes; if one raises `kind`, others a PeerError. Collective."""
+        """Gathers results. If a rank fails, it raises `kind`, others a PeerError. Collective."""
         mine: tuple[T, None] | tuple[None, str]
         caught: Exception | None = None
         try:
             mine = make(), None
-        # Whatever it is, such as an error of matplotlib's: the others wait for the news.
+        # Any error, such as one of matplotlib, since the other ranks wait for the result.
         except Exception as error:  # noqa: BLE001
             mine, caught = (None, f"{problem}: {one_line(error)}"), error
         found = _gather(mine, self._group)
@@ -120,10 +120,10 @@ class Timeline:
                 steps.append(step_times(number, layout, times))
         if not steps:
             return None
-        # Half a way there and back, and what the clocks have drifted apart meanwhile.
+        # Half a round trip, plus half of the clocks' drift between the two comparisons.
         error = max(max(b[1], a[1]) + abs(a[0] - b[0]) / 2 for b, a in clocks)
         reducer = self._reducer
-        # By the layout and not by `requires_grad`: a GAN may have frozen its critic meanwhile.
+        # Not by `requires_grad`, since a GAN may have frozen its critic meanwhile.
         averaged = {name for bucket in steps[0].layout for name in bucket}
         sizes = {n: p.nbytes for n, p in reducer.module.named_parameters() if n in averaged}
         title = (
@@ -143,26 +143,26 @@ def timeline(
             for batch in batches:
                 ...
 
-    For each rank and step: forward, backward, the optimizer, and the moment at which each gradient
-    is computed. For each bucket: packing, waiting for other ranks, moving, the main thread's wait,
-    unpacking. When the steps are complete, or at the end of the context, rank 0 writes
+    A step's record has forward, backward, the optimizer, and when each gradient is computed; and
+    for each bucket packing, waiting for other ranks, moving, the main thread's wait, and unpacking.
+    When the steps are complete, or at the end of the context, rank 0 writes
 
     - `timeline.txt`: the median step as text;
     - `timeline.html`: a page that opens offline, with all steps;
-    - `timeline.png` and `.svg`: the median step, where matplotlib is installed;
+    - `timeline.png` and `.svg`: the median step, if matplotlib is installed;
     - `trace.json`: all steps, for Perfetto and chrome://tracing.
 
-    Nothing is written if the context raises, or if there was no complete step: a warning says so.
+    Rank 0 writes nothing if the context raises or no step is complete; the latter is a warning.
 
     Args:
-        reducer: its module's steps are recorded.
-        folder: rank 0 makes it.
-        steps: the number of steps.
-        skip: averages before the first: in these, buckets are laid out and memory is taken.
+        reducer: averages the module whose steps are recorded.
+        folder: rank 0 makes it if needed.
+        steps: the number of steps to record.
+        skip: averages before the first recorded step, which rebuild buckets and allocate memory.
 
     Raises:
-        UsageError: `steps` is less than 1, or `skip` negative. Or rank 0 cannot write to the
-            folder: it raises a UsageError, the others a PeerError.
+        UsageError: `steps` is less than 1, or `skip` negative; or, on rank 0, it cannot write.
+        PeerError: on the other ranks, rank 0 cannot write to the folder.
     """
     recorded = Timeline(reducer, folder, steps, skip)
     try:
@@ -176,11 +176,11 @@ def timeline(
 
 
 def write(record: Record, folder: Path) -> bool:
-    """Writes all forms of a record; returns False without a picture: there is no matplotlib."""
+    """Writes all forms of a record; returns False if there is no matplotlib for a picture."""
     text = render.as_text(record, record.typical)
     (folder / "timeline.txt").write_text(text + "\n", encoding="utf-8")
     for name, form in ("timeline.html", render.as_html), ("trace.json", render.as_json):
-        # In parts: the text of a thousand steps takes more memory than the steps.
+        # In parts, since the text of a thousand steps takes more memory than the steps.
         with (folder / name).open("w", encoding="utf-8") as file:
             file.writelines(form(record))
     return render.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
@@ -188,7 +188,7 @@ def write(record: Record, folder: Path) -> bool:
 
 def _make(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    # One that is there and may not be written to is found now, and not in the middle of training.
+    # An unwritable folder should fail now, not in the middle of training.
     TemporaryFile(dir=folder).close()
 
 
@@ -201,14 +201,14 @@ def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
 def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float, float]]:
     r"""Returns the ms to add to each rank's clock to get rank 0's, and the error. Collective.
 
-    Ranks of one machine read one clock. The first rank of every other machine exchanges messages
+    Ranks of one machine share a clock. The first rank of every other machine exchanges messages
     with rank 0:
 
         rank 0        t0 ------.             .------> t1
                                 \           /
         other rank               '--> t ---'        t is taken to be (t0 + t1) / 2
 
-    The quickest of several rounds counts: its error is at most half of its round-trip time. Follows
+    The fastest of several rounds counts; its error is at most half of its round-trip time. See
     Cristian, "Probabilistic clock synchronization" (1989).
     """
     found = torch.zeros(len(hosts), 2, dtype=torch.float64)
@@ -216,7 +216,7 @@ def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[
     firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
     for other in firsts[1:]:
         rounds = []
-        # Of the group itself: torch's functions refuse a group that it does not list (`open_gloo`).
+        # The group's own methods, since torch's functions reject an unlisted group (`open_gloo`).
         for _ in range(_ROUNDS):
             if group.rank() == 0:
                 began = time.perf_counter()
