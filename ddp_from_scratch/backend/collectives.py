@@ -76,10 +76,8 @@ class CollectivesGroup(SharedMemoryGroup):
         ends = list(accumulate((part.nbytes for part in parts), initial=0))
 
         def run() -> Result:
-            everybodys = output.new_empty(size, output.numel()).unbind()
-            self._exchange(parts, everybodys, ends[-1], [ends[rank]] * size)
             dense = output.contiguous()
-            reduction.fold_into(dense.view(-1), everybodys)
+            self._exchange.reduce(parts, dense.view(-1), ends[rank], ends[-1], reduction)
             if dense is not output:
                 output.copy_(dense)
             return [output]

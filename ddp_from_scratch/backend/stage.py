@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from ddp_from_scratch.backend.barrier import CheckedBarrier
-from ddp_from_scratch.backend.reduction import share_of
+from ddp_from_scratch.backend.reduction import Reduction, share_of
 from ddp_from_scratch.backend.shared_memory import LASTING, Nodes, SharedMemory
 from ddp_from_scratch.backend.transport import Transport, flat_bytes
 from ddp_from_scratch.errors import NoSharedMemory
@@ -186,19 +186,46 @@ class Exchange:
             if tensor is not None and not (rank == own and any(tensor is s for s in sent))
         ]
         into = {rank: flat_bytes(dense) for rank, _, dense in wanted}
-        if prepared and self.is_eager(most):
-            eager = self._barrier.eager
-            pieces = [(0, [pair[self._barrier.parity] for pair in eager])]
-            self._read(pieces, into, begins)
+        pieces = self._pieces(sent, most, prepared)
+        if pieces is None:
+            self._send(sent, into)
         else:
-            parts = [flat_bytes(tensor.contiguous()) for tensor in sent]
-            if self._nodes.count == 1 and self._stage.open():
-                self._read(self._stage.publish(parts, most), into, begins)
-            else:
-                self._send(parts, into)
+            for begin, parts in pieces:
+                for rank, tensor in into.items():
+                    at = (begins[rank] if begins else 0) - begin
+                    of, part = overlap(parts[rank], tensor, at)
+                    part.copy_(of)
         for _, tensor, dense in wanted:
             if dense is not tensor:
                 tensor.copy_(dense)
+
+    def reduce(
+        self,
+        sent: Sequence[torch.Tensor],
+        result: torch.Tensor,
+        begin: int,
+        most: int,
+        reduction: Reduction,
+    ) -> None:
+        """Reduces the bytes from `begin` on that every rank sends into a flat tensor.
+
+        `sent` and `most` are those of `__call__`, with one tensor for each rank.
+        """
+        pieces = self._pieces(sent, most, prepared=True)
+        if pieces is None:
+            everybodys = result.new_empty(self._size, result.numel()).unbind()
+            self._send(sent, dict(enumerate(map(flat_bytes, everybodys))))
+            reduction.fold_into(result, everybodys)
+            return
+        end, itemsize = begin + result.nbytes, result.itemsize
+        # Piece by piece, so that memory for all ranks' tensors is not needed.
+        for at, parts in pieces:
+            first, last = max(begin, at), min(end, at + parts[0].numel())
+            if first < last:
+                reduction.fold_into(
+                    result[(first - begin) // itemsize : (last - begin) // itemsize],
+                    [part[first - at : last - at].view(result.dtype) for part in parts],
+                )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Replaces the tensor by the root's, after the ranks have met."""
@@ -222,18 +249,18 @@ class Exchange:
         # Ranks on other machines cannot read the eager buffers.
         return self._nodes.count == 1 and most <= self._barrier.eager_nbytes
 
-    def _read(
-        self,
-        pieces: Iterable[tuple[int, list[torch.Tensor]]],
-        into: dict[int, torch.Tensor],
-        begins: Sequence[int] | None,
-    ) -> None:
-        for begin, parts in pieces:
-            for rank, tensor in into.items():
-                of, part = overlap(parts[rank], tensor, (begins[rank] if begins else 0) - begin)
-                part.copy_(of)
+    def _pieces(
+        self, sent: Sequence[torch.Tensor], most: int, prepared: bool
+    ) -> Iterable[tuple[int, list[torch.Tensor]]] | None:
+        """Returns where each piece begins, and its bytes on each rank; None to send messages."""
+        if prepared and self.is_eager(most):
+            return [(0, [pair[self._barrier.parity] for pair in self._barrier.eager])]
+        if self._nodes.count > 1 or not self._stage.open():
+            return None
+        return self._stage.publish([flat_bytes(tensor.contiguous()) for tensor in sent], most)
 
-    def _send(self, parts: list[torch.Tensor], into: dict[int, torch.Tensor]) -> None:
+    def _send(self, tensors: Sequence[torch.Tensor], into: dict[int, torch.Tensor]) -> None:
+        parts = [flat_bytes(tensor.contiguous()) for tensor in tensors]
         sent = parts * self._size if len(parts) == 1 else parts or [_NOTHING] * self._size
         received = [into.get(rank, _NOTHING) for rank in range(self._size)]
         self._nodes.everyone.exchange(sent, received)
