@@ -239,6 +239,8 @@ def derive_in_name_alone(theirs: type, ours: type) -> None:
 
 
 class _Absent:
+    """An attribute that a class does not have, although one of its bases does."""
+
     def __init__(self, name: str) -> None:
         self._name = name
 

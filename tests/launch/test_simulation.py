@@ -1,8 +1,8 @@
-"""Elastic jobs with random failures, on a virtual clock (`simulation.py`)."""
+"""Elastic jobs with random failures, on a virtual clock (`tests/support/simulation.py`)."""
 
 import pytest
 
-from tests.launch.simulation import simulate
+from tests.support.simulation import simulate
 from tests.support.tiers import slow
 
 

@@ -1,7 +1,7 @@
 """A whole elastic job in one process: agents, ranks and their store, on a virtual clock.
 
-    python -m tests.launch.simulation --seeds 10000    random failures
-    python -m tests.launch.simulation --growth         the cost of losing a rank, by number of ranks
+    python -m tests.support.simulation --seeds 10000   random failures
+    python -m tests.support.simulation --growth        what losing a rank costs, by number of ranks
 
 The agents, `Membership` and `ElasticRun` are the library's own code. Processes, machines, the
 network, the store and gloo's groups are simulated. A task is a thread, and only one runs at a time:
