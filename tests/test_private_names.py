@@ -30,6 +30,7 @@ ATTRIBUTES = [
 
 # Used where torch has them.
 SINCE = {
+    "torch._C._distributed_c10d.FlightRecorderHook": "2.14",
     "torch._C._distributed_c10d.FlightRecorderHook.attach": "2.15",
     "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS": "2.15",
 }
