@@ -267,7 +267,7 @@ def take_turns(
     A round is `calls` consecutive calls of each contender, since the time of a single call of a few
     microseconds depends on the call before. Three rounds before the first are not counted.
     """
-    # Contenders take turns, so a disturbance of the machine slows all alike.
+    # Contenders take turns, so whatever slows the machine down slows all of them down.
     order = np.random.default_rng(0)  # the same on every rank, since calls are collective
     ways = list(contenders.values())
     times = torch.zeros(len(ways), rounds + 3, dtype=torch.float64, device=device)

@@ -39,7 +39,7 @@ class Meeting(NamedTuple):
     """The state of the ranks that meet in a new generation."""
 
     source: int | None  # the first rank with the most finished steps; None if no rank has state
-    alike: bool  # all have finished the same number of steps, and so have the same state
+    alike: bool  # True if all have finished the same number of steps: their states are equal
 
 
 def tcp_store() -> dist.TCPStore:

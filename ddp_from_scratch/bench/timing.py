@@ -28,7 +28,7 @@ def interleave(
     """Times one step of each contender in every round, in a new random order each round.
 
     `WARM_UP` rounds before are not counted: torch's DDP and ours rebuild their buckets in the
-    first, and allocators settle. A disturbance of the machine slows all contenders alike.
+    first, and allocators settle. Whatever slows the machine down affects all contenders.
 
     `rounds` is consumed lazily, so it can check the clock (`rounds_for`). It must yield equally
     many rounds on all ranks.

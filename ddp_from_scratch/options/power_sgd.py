@@ -161,7 +161,7 @@ def power_sgd_hook(
     keeps the bucket's errors and Qs.
 
     Args:
-        state: the settings and what is kept from step to step.
+        state: the settings, and the factors and errors kept between averages.
         bucket: the gradients.
         group: used instead of the state's group; must have the same ranks.
     """
@@ -221,7 +221,7 @@ def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.Proce
             wire_q = _flat(qs, buffer).mul_(scale)
             _all_reduce(wire_q, state, group).wait()
             qs = [q.float() for q in split_like(wire_q, qs)]
-            # Computed from sums, so all ranks decide alike. A non-finite error would stay so.
+            # All ranks sum the same terms, so they agree. A non-finite error would never recover.
             finite = wire.isfinite().all() & wire_q.isfinite().all()
         for (parameter, gradient, _), p, q in zip(matrices, ps, qs, strict=True):
             average = (p @ q.t()).reshape(gradient.shape).to(gradient.dtype)

@@ -142,7 +142,7 @@ class BucketTuning(Extension):
         if len(self._times) > 1:
             device = self._of().device
             times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
-            # A step takes as long as its slowest rank. With equal times all ranks choose alike.
+            # The slowest rank sets the time. With equal times, all ranks make the same choice.
             dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
             self._times = dict(zip(self._times, times.tolist(), strict=True))
             self._apply(choose(self._times), order)

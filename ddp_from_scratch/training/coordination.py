@@ -1,4 +1,4 @@
-"""Makes ranks start alike and end together: all learn of one rank's mistake, loss or signal."""
+"""Makes ranks start with the same settings, and end together after an error or a signal."""
 
 import hashlib
 import os

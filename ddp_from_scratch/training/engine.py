@@ -42,7 +42,7 @@ class Engine:
     """The state of a training run on this rank, and its position: epoch and step.
 
     1. Data: this rank's part.
-    2. Model: built alike on every rank, then made equal to rank 0's.
+    2. Model: built in the same way on every rank, then made equal to rank 0's.
     3. Start: from the beginning, or from a checkpoint.
     4. Engine: the Reducer, which averages gradients, and the optimizer.
 
@@ -104,7 +104,7 @@ class Engine:
                 if self.membership.elastic and (state := self._meet()) is not None:
                     return state, None
                 broadcast_parameters(self.model)
-                # From here on each rank draws its own random numbers: the models are already alike.
+                # From here on each rank draws its own random numbers: the models are equal by now.
                 if self.settings.virtual_ranks is None:
                     seed_generators(self.settings.seed + self.world.rank)
                 return self._find_checkpoint()
