@@ -12,6 +12,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the group opens: it would keep the group alive until exit
 
 from tutorial import pictures
 from tutorial.options import read_options
