@@ -103,7 +103,7 @@ class Membership:
         if dist.is_initialized():
             self.leave()
         while True:
-            generation, steps = self._arrive(step if self._said.most_ranks else NO_STATE)
+            generation = self._arrive(step if self._said.most_ranks else NO_STATE)
             rank = generation.members.index(self._number)
             connect = timedelta(seconds=self._connect_s)
             try:
@@ -121,7 +121,7 @@ class Membership:
             is_broken = partial(self._is_broken, generation)
             look_for_lost_ranks(is_broken)
             cut_when_broken(dist.group.WORLD, is_broken)
-            last = max(steps)
+            steps, last = generation.steps, max(generation.steps)
             self.took_over = rank == 0 and (self._said.most_ranks > 0 or self._number > 0)
             source = None if last == NO_STATE else steps.index(last)
             return Meeting(source, alike=source is not None and min(steps) == last)
@@ -163,15 +163,13 @@ class Membership:
     def _is_broken(self, generation: Generation) -> bool:
         try:
             last = self._store.generation
-            return last.number > generation.number and any(
-                member not in last.members or self._store.member(member).arrived > generation.number
-                for member in generation.members
-            )
+            left = not {*generation.members} <= {*last.members}
+            return last.number > generation.number and (last.begun or left)
         except (OSError, RuntimeError):  # the store is gone, and with it the job
             return True
 
-    def _arrive(self, step: int) -> tuple[Generation, list[int]]:
-        """Waits for all processes of the latest generation; returns it and their steps."""
+    def _arrive(self, step: int) -> Generation:
+        """Waits for all processes of the latest generation; returns it, with their steps."""
         while True:
             generation = self._store.generation
             is_new = generation.number > self._generation.number
@@ -179,11 +177,9 @@ class Membership:
                 self._ask_for_next(generation)
                 continue
             self._say(arrived=generation.number, step=step)
-            while self._store.generation.number == generation.number:
-                said = [self._store.member(member) for member in generation.members]
-                if all(member.arrived == generation.number for member in said):
-                    # Equal on all members: no step changes after its process has arrived.
-                    return generation, [member.step for member in said]
+            while (last := self._store.generation).number == generation.number:
+                if last.steps:
+                    return last
                 time.sleep(_POLL_S)
 
     def _ask_for_next(self, generation: Generation) -> None:

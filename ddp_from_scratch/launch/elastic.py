@@ -5,8 +5,12 @@ Each process has a number that the job never reuses. The processes that train to
 cannot split into two halves that both continue.
 
     agent        announces generation g with its members
-    process      writes its step and that it has arrived at g; opens the group once all members have
-                 asks for the next generation when it has lost a peer or wants to join
+    process      writes its step and that it has arrived at g
+    agent        adds to the announcement that a member has arrived, and the steps when all have
+    process      opens the group; asks for the next generation when it has lost a peer, or to join
+
+A process only reads the announcement, and the agent each process's report, so the number of
+messages grows with the number of processes and not with its square.
 """
 
 import json
@@ -22,17 +26,20 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _POLL_S = 0.02
+_MEETING_S = 0.005  # between two looks while processes wait for each other
 _SETTLED_S = 0.25
 _USAGE = 2  # the exit code of a UsageError
 NO_STATE = -1  # the step of a process that has no training state yet
 
 
 class Generation(NamedTuple):
-    """The processes that train together and each one's machine; number 0 is before the first."""
+    """The processes that train together; number 0 is before the first."""
 
     number: int = 0
     members: Sequence[int] = ()
-    machines: Sequence[int] = ()
+    machines: Sequence[int] = ()  # of each member
+    begun: bool = False  # True once a member with state has arrived: the generation before is over
+    steps: Sequence[int] = ()  # of each member on arrival; empty until all have arrived
 
 
 class Member(NamedTuple):
@@ -152,10 +159,11 @@ class ElasticAgent(Agent):
                 # A process that has not joined yet has no state to continue with.
                 return self._stopped() if self._received else 0
             self._kill_stopped()
+            self._note_arrivals()
             if not self._received:
                 self._regroup()
                 self._let_in()
-            time.sleep(_POLL_S)
+            time.sleep(_POLL_S if self._generation.steps else _MEETING_S)
 
     def _lose(self, member: int, code: int) -> int | None:
         """Replaces a failed process. Returns the exit code if the job ends, else None."""
@@ -211,8 +219,20 @@ class ElasticAgent(Agent):
             for machine in self._nodes.admit(most, len(self._living)):
                 self._start_another(machine)
 
+    def _note_arrivals(self) -> None:
+        generation = self._generation
+        said = [self._said.get(member, Member()) for member in generation.members]
+        arrived = [one for one in said if one.arrived == generation.number]
+        if any(one.most_ranks for one in arrived):
+            generation = generation._replace(begun=True)
+        if len(arrived) == len(said):
+            generation = generation._replace(steps=[one.step for one in said])
+        if generation != self._generation:
+            self._generation = generation
+            self._store.announce(generation)
+
     def _regroup(self) -> None:
-        number, members, _ = self._generation
+        number, members, *_ = self._generation
         present = self._living & set(members)
         asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
         # A process that exited with 0 counts as lost only if its peers wait for it to arrive.
