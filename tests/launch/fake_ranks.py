@@ -8,7 +8,6 @@ Between events that `&` joins the agent does not look.
 
 import json
 import signal
-from types import SimpleNamespace
 
 import torch.distributed as dist
 
@@ -26,8 +25,8 @@ def number_of(text):
 class Rank:
     """In the place of a process. A signal ends it, unless it ignores that one."""
 
-    def __init__(self, clock, environ):
-        self._clock, self.environ = clock, environ
+    def __init__(self, job, environ):
+        self._job, self.environ = job, environ
         self.pid = self.code = None
         self.ignored = {0}
         self.is_stopped = False
@@ -42,7 +41,7 @@ class Rank:
 
     def send_signal(self, number):
         assert self.code is None
-        self.signals.append((int(number), self._clock.now))
+        self.signals.append((int(number), self._job.now))
         if number not in self.ignored:
             self.code = -number
 
@@ -59,51 +58,24 @@ class StillRuns(Exception):
     """The agent has not ended long after the last event."""
 
 
-class Clock:
-    """In the place of the module `time`."""
-
-    def __init__(self):
-        self.now = self._until = 100.0
-        self.events = iter(())
-
-    def monotonic(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-        if self.now < self._until:
-            return
-        delay = next(self.events, None)
-        if delay is None:
-            self._until = float("inf")
-            raise StillRuns
-        self._until = self.now + delay
-
-
 class Job:
     """The ranks, the clock, and what other machines say."""
 
     def __init__(self, monkeypatch):
-        self.clock, self.ranks = Clock(), []
+        self.now, self._until, self._events = 100.0, 100.0, iter(())
+        self.ranks = []
         self.on_start = lambda: None
         self.store = dist.HashStore()
         self.said = JobStore(self.store)
         self.link = None  # to machine 0
         # The agents of other machines, for `Agent`.
         self.elsewhere, self.told, self.may_all_leave = None, [], False
-        popen = SimpleNamespace(Popen=self._start, DEVNULL=None)
-        for module in (agent, start):
-            monkeypatch.setattr(module, "subprocess", popen)
         for module in (agent, elastic, node_agent, nodes):
-            monkeypatch.setattr(module, "time", self.clock)
-        monkeypatch.setattr(
-            agent, "_is_stopped", lambda rank: isinstance(rank, Rank) and rank.is_stopped
-        )
-
-    def _start(self, command, env, **_):
-        self.on_start()
-        self.ranks.append(Rank(self.clock, env))
-        return self.ranks[-1]
+            monkeypatch.setattr(module, "time", self)
+        for module in (agent, start):
+            monkeypatch.setattr(module, "subprocess", self)
+        stopped = lambda rank: isinstance(rank, Rank) and rank.is_stopped  # noqa: E731
+        monkeypatch.setattr(agent, "_is_stopped", stopped)
 
     def run(self, agent, events=""):
         """The agent's exit code; None where it still runs after the last event."""
@@ -119,7 +91,7 @@ class Job:
                 yield 0.0
             yield LIMIT_S
 
-        self.clock.events = all_events()
+        self._events = all_events()
         try:
             return agent.run()
         except StillRuns:
@@ -127,6 +99,28 @@ class Job:
 
     def signals(self):
         return ", ".join(map(str, self.ranks))
+
+    # As the modules time and subprocess.
+
+    DEVNULL = None
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        if self.now < self._until:
+            return
+        delay = next(self._events, None)
+        if delay is None:
+            self._until = float("inf")
+            raise StillRuns
+        self._until = self.now + delay
+
+    def Popen(self, command, env, **_):
+        self.on_start()
+        self.ranks.append(Rank(self, env))
+        return self.ranks[-1]
 
     # As `agent.Peers`.
 
@@ -204,7 +198,7 @@ class Job:
     def reports(self, ticket):
         """It lives."""
         report = {"codes": {}, "signals": [], "ended": False, "left": False}
-        report["beat"] = self.clock.now
+        report["beat"] = self.now
         self.store.set(f"report {ticket}", json.dumps(report))
 
     def let_in(self, ticket, members):
@@ -231,7 +225,7 @@ class Job:
         self.hears(ticket="8")
 
     def silence(self, silent):
-        self.link.silent_since = {"begins": self.clock.now, "ends": float("inf")}[silent]
+        self.link.silent_since = {"begins": self.now, "ends": float("inf")}[silent]
 
     def reported(self, name):
         """Holds which signal machine 0 is told of."""

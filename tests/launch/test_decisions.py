@@ -280,12 +280,12 @@ class Link:
     is_closed, silent_since = False, float("inf")
 
     def __init__(self, job):
-        self.clock, self.report, self.closed_with = job.clock, {}, None
+        self._job, self.report, self.closed_with = job, {}, None
         job.link = self
 
     @property
     def heard(self):
-        return min(self.clock.now, self.silent_since)
+        return min(self._job.now, self.silent_since)
 
     def tell_failure(self, text):
         pass

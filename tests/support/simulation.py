@@ -20,13 +20,14 @@ from contextlib import ExitStack
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
+import torch.distributed as dist
 
 from ddp_from_scratch import elasticity, membership
 from ddp_from_scratch.elasticity import ElasticRun
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import CommunicationError, UsageError
 from ddp_from_scratch.launch import agent, elastic, node_agent, nodes
 from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore
 from ddp_from_scratch.launch.node_agent import Link, NodeAgent, arrive
@@ -40,10 +41,6 @@ class Killed(BaseException):
     """Ends a task whose process is gone."""
 
 
-class Lost(RuntimeError):
-    """What gloo raises where a peer is gone."""
-
-
 class NoStore(RuntimeError):
     """What torch's store raises once machine 0's agent is gone, and with it the job."""
 
@@ -51,16 +48,13 @@ class NoStore(RuntimeError):
 class Process:
     """An agent or a rank, as a `Child` of its agent; the system ends it with its parent."""
 
-    def __init__(self, sim: "Simulation", machine: int, environ: Any, parent: Any = None) -> None:
+    def __init__(self, sim: "Simulation", machine: int, environ: Any = None) -> None:
         self.sim, self.machine, self.environ, self.pid = sim, machine, environ, None
         self.alive, self.stopped, self.code = True, False, None
         self.children: list[Process] = []
-        self.group: tuple[Group, int] | None = None
-        self.rounds = 0  # collectives so far in this group
+        self.group: Any = None
+        self.rank = self.rounds = 0  # in this group: its number, and its collectives so far
         self.is_broken: Callable[[], bool] = lambda: False
-        if parent is not None:
-            parent.children.append(self)
-        sim.processes.append(self)
 
     def end(self, code: int) -> None:
         if self.alive:
@@ -86,12 +80,20 @@ class Process:
 class Task:
     """A thread of a process."""
 
-    def __init__(self, process: Process, function: Callable[[], Any], is_main: bool) -> None:
+    def __init__(self, process: Process, function: Callable[[], Any], is_main: bool = True) -> None:
         self.process, self.wakes, self.done = process, process.sim.now, False
         self.go = threading.Semaphore(0)
         self._function, self._is_main = function, is_main
-        process.sim.tasks.append(self)
+
+    def start(self) -> None:
+        self.process.sim.tasks.append(self)
         threading.Thread(target=self._run, daemon=True).start()
+
+    def join(self, seconds: float) -> None:
+        sim = self.process.sim
+        ends = sim.now + seconds
+        while not self.done and sim.now < ends:
+            sim.sleep(0.01)
 
     def _run(self) -> None:
         sim = self.process.sim
@@ -117,34 +119,21 @@ class Store:
     """A machine's way to the store, which machine 0's agent serves; waits while it is cut off."""
 
     def __init__(self, process: Process) -> None:
-        self._process, self._data = process, process.sim.data
+        self._process = process
 
-    def _reach(self) -> None:
-        sim = self._process.sim
-        sim.messages += 1
-        sim.maybe_pause()
-        while self._process.machine in sim.cut:
-            sim.sleep(0.05)
-        if not sim.agents[0].alive:
-            raise NoStore
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            sim = self._process.sim
+            sim.messages += 1
+            sim.maybe_pause()
+            while self._process.machine in sim.cut:
+                sim.sleep(0.05)
+            if not sim.agents[0].alive:
+                raise NoStore
+            assert name != "get" or sim.data.check([*arguments]), arguments  # else it would wait
+            return getattr(sim.data, name)(*arguments)
 
-    def set(self, key: str, value: str) -> None:
-        self._reach()
-        self._data[key] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        self._reach()
-        return self._data[key]
-
-    def check(self, keys: list[str]) -> bool:
-        self._reach()
-        return all(key in self._data for key in keys)
-
-    def add(self, key: str, number: int) -> int:
-        self._reach()
-        total = int(self._data.get(key, b"0")) + number
-        self._data[key] = str(total).encode()
-        return total
+        return call
 
 
 class Group:
@@ -166,23 +155,16 @@ class Work:
 
     def __init__(self, sim: "Simulation", value: Any, result: Callable[[list[Any]], Any]) -> None:
         self._sim, self._process, self._result = sim, sim.process, result
-        assert self._process.group is not None
-        self._group, rank = self._process.group
-        self._number = self._process.rounds
+        self._group, self._number = self._process.group, self._process.rounds
         self._process.rounds += 1
         self._given = self._group.rounds.setdefault(self._number, {})
-        self._given[rank] = value
+        self._given[self._process.rank] = value
         self._complete()
 
     def _complete(self) -> None:
         sim, group = self._sim, self._group
-        everyone = group.members.values()
-        if (
-            self._number not in group.done
-            and len(self._given) == group.size
-            and not group.left
-            and all(sim.reach(self._process, other) for other in everyone)
-        ):
+        is_given = len(self._given) == group.size and not group.left
+        if self._number not in group.done and is_given and sim.reach_all(self._process, group):
             group.done.add(self._number)
             if group.number < sim.newest:
                 sim.wrong.append(f"generation {group.number} goes on beside {sim.newest}")
@@ -193,19 +175,19 @@ class Work:
         while True:
             sim.sleep(sim.random.uniform(0.001, 0.005))
             self._complete()
-            everyone = group.members.values()
             gone = group.left or any(
-                not other.alive and sim.reach(self._process, other) for other in everyone
+                not other.alive and sim.reach(self._process, other)
+                for other in group.members.values()
             )
             # On some ranks a collective fails that has ended well on others.
             if self._number in group.done and not (gone and sim.random.random() < 0.3):
                 return self._result([self._given[rank] for rank in range(group.size)])
             if gone:
-                raise Lost("connection closed by peer")
+                raise CommunicationError("connection closed by peer")
             if sim.now - looked > 0.5:
                 looked = sim.now
                 if self._process.is_broken():
-                    raise Lost("a rank of the group was lost")
+                    raise CommunicationError("a rank of the group was lost")
 
 
 class Optimizer:
@@ -214,9 +196,7 @@ class Optimizer:
     def __init__(self) -> None:
         self.value = 0
         self._hooks: list[Callable[..., None]] = []
-
-    def register_step_post_hook(self, hook: Callable[..., None]) -> None:
-        self._hooks.append(hook)
+        self.register_step_post_hook = self._hooks.append
 
     def step(self, by: int) -> None:
         self.value = (3 * self.value + by) % 1_000_003
@@ -230,31 +210,39 @@ class Optimizer:
         self.value = state["value"]
 
 
+# What the simulation stands for: a module, or the function of this name that it has.
+REPLACED = {
+    agent: "time subprocess say _is_stopped",
+    elastic: "time say",
+    nodes: "time say",
+    node_agent: "time say threading",
+    membership: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
+    "cut_when_broken",
+    elasticity: "dist hand_on wait",
+}
+
+
 class Simulation:
     """One job.
 
     Attributes:
         code: the exit code of machine 0's agent.
         wrong: what should not have happened.
-        said: the lines that machine 0's agent has printed.
+        said: the lines that the agents have printed.
         newest: the last generation that has finished a collective.
         values: by step, the optimizer's state before it.
     """
 
     def __init__(
-        self,
-        seed: int,
-        counts: list[int] | None = None,
-        faults: int = 4,
-        kill_at: float | None = None,
+        self, seed: int, counts: list[int] | None = None, faults: int = 4, kill_at: float = 0.0
     ) -> None:
         self.random, self.now, self.messages = random.Random(seed), 0.0, 0
         self.tasks: list[Task] = []
         self.baton = threading.Semaphore(0)
-        self.running: Task | None = None
-        self.data: dict[str, bytes] = {}
+        self.running: Any = None
+        self.data = dist.HashStore()
         self.groups: dict[int, Group] = {}
-        self.processes: list[Process] = []
+        self.ranks: list[Process] = []
         self.cut: set[int] = set()  # machines
         self.said: list[str] = []
         self.wrong: list[str] = []
@@ -265,46 +253,45 @@ class Simulation:
         self.agents: dict[int, Process] = {}
         for machine in range(len(self.counts)):
             self.start_machine(machine)
-        fate = Process(self, -1, {})
-        Task(fate, lambda: self._misfortunes(faults, kill_at), is_main=True)
-        self.most_ranks = max(8, sum(self.counts))
+        Task(Process(self, -1), lambda: self._misfortunes(faults, kill_at)).start()
+
+    def run(self) -> "Simulation":
+        with ExitStack() as stack:
+            for place, names in REPLACED.items():
+                for name in names.split():
+                    stack.enter_context(patch.object(place, name, getattr(self, name, self)))
+            for name in ("signal", "getsignal"):
+                stack.enter_context(patch.object(signal, name))
+            number_of = lambda _, generation: generation.number  # noqa: E731
+            stack.enter_context(patch.object(membership.Membership, "_group_store", number_of))
+            self._run_tasks()
+        self.code = self.agents[0].code
+        if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank is left that has trained
+            self.wrong.append(f"the job ended with {self.code}")
+        return self
 
     # Tasks ----------------------------------------------------------------------------------------
 
     @property
     def process(self) -> Process:
-        assert self.running is not None
         return self.running.process
 
     def check_alive(self) -> None:
         if not self.process.alive:
             raise Killed
 
-    def sleep(self, seconds: float) -> None:
-        """The running task's; another one runs meanwhile."""
-        self.check_alive()
-        task = self.running
-        assert task is not None
-        task.wakes = self.now + seconds * self.random.uniform(1.0, 1.2)
-        self.baton.release()
-        task.go.acquire()
-        self.check_alive()
-
     def maybe_pause(self) -> None:
         if self.random.random() < 0.05:
             self.sleep(self.random.choice([0.0, 0.002, 0.03]))
         self.check_alive()
 
-    def run(self) -> "Simulation":
+    def _run_tasks(self) -> None:
         while ahead := [t for t in self.tasks if not t.done]:
             able = [t for t in ahead if not t.process.stopped or not t.process.alive]
             if not able or self.now > LIMIT_S:
                 self.wrong.append(f"{len(ahead)} tasks wait for ever")
                 for task in ahead:
                     task.process.end(1)
-                    task.process.stopped = False
-                if self.now > 2 * LIMIT_S:
-                    break
                 able = ahead
             # What is gone ends at once.
             task = min(able, key=lambda t: t.wakes if t.process.alive else 0.0)
@@ -312,45 +299,29 @@ class Simulation:
             self.running = task
             task.go.release()
             self.baton.acquire()
-        self.code = self.agents[0].code
-        if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank is left that has trained
-            self.wrong.append(f"the job ended with {self.code}")
-        return self
 
-    # Machines -------------------------------------------------------------------------------------
+    # Machines and ranks ---------------------------------------------------------------------------
 
     def start_machine(self, number: int) -> None:
-        process = self.agents[number] = Process(self, number, {"MACHINE": str(number)})
-        Task(process, lambda: self._agent(process), is_main=True)
+        process = self.agents[number] = Process(self, number)
+        Task(process, lambda: self._agent(process)).start()
 
     def _agent(self, process: Process) -> int:
         number, store = process.machine, Store(process)
         arguments = ["true"], lambda member: {"DDP_MEMBER": str(member)}
-        if number == 0:
-            others = Nodes(store, self.counts, True, {}, 60.0) if len(self.counts) > 1 else None
-            return ElasticAgent(
-                *arguments, self.counts, MAX_RESTARTS, JobStore(store), nodes=others
-            ).run()
-        ticket = arrive(store, number, self.counts, True, {})
-        return NodeAgent(*arguments, Link(store, ticket, 60.0)).run()
-
-    def popen(self, command: Any, env: Any, **_: Any) -> Process:
-        parent = self.process
-        rank = Process(self, parent.machine, env, parent)
-        Task(rank, lambda: self._rank(rank), is_main=True)
-        return rank
+        if number:
+            ticket = arrive(store, number, self.counts, True, {})
+            return NodeAgent(*arguments, Link(store, ticket, 60.0)).run()
+        others = Nodes(store, self.counts, True, {}, 60.0) if len(self.counts) > 1 else None
+        job = self.counts, MAX_RESTARTS, JobStore(store)
+        return ElasticAgent(*arguments, *job, nodes=others).run()
 
     def _rank(self, process: Process) -> int:
         self.sleep(self.random.uniform(0.0, 1.0))  # it imports
         optimizer = Optimizer()
-        reducer = SimpleNamespace(
-            virtual_rank_count=self.most_ranks,
-            module=torch.nn.Module(),
-            abort_step=lambda: None,
-            set_step=lambda step: None,
-        )
-        world = SimpleNamespace(rank=0)
-        run = ElasticRun(world, reducer, optimizer, timeout=60.0)  # type: ignore[arg-type]
+        most_ranks = max(8, sum(self.counts))
+        reducer = Mock(virtual_rank_count=most_ranks, module=torch.nn.Module())
+        run: Any = ElasticRun(Mock(rank=0), reducer, optimizer, timeout=60.0)
         for attempt in run.attempts(STEPS):
             with attempt:
                 self.sleep(STEP_S * self.random.uniform(0.5, 1.5))
@@ -363,12 +334,10 @@ class Simulation:
         return 0
 
     def _note_step(self, process: Process, everyone: list[tuple[int, int]]) -> None:
-        assert process.group is not None
-        number = process.group[0].number
         if len(set(everyone)) > 1:
-            self.wrong.append(f"generation {number} has different states: {everyone}")
+            self.wrong.append(f"generation {process.group.number} has different states: {everyone}")
         step, value = everyone[0]
-        if process.group[1] == 0:
+        if process.rank == 0:
             self.steps.append((self.now, self.messages))
         if self.values.setdefault(step, value) != value:
             self.wrong.append(f"step {step} has begun with {value} and {self.values[step]}")
@@ -376,45 +345,17 @@ class Simulation:
     def reach(self, one: Process, other: Process) -> bool:
         return one.machine == other.machine or not self.cut & {one.machine, other.machine}
 
-    # The network and its failures -----------------------------------------------------------------
+    def reach_all(self, one: Process, group: Group) -> bool:
+        members = group.members.values()
+        return len(members) == group.size and all(self.reach(one, other) for other in members)
 
-    def open_group(
-        self, world: Any, number: int, rank: int, machines: list[int], timeout: Any
-    ) -> Any:
-        """In the place of `replace_group`."""
-        process, ends = self.process, self.now + timeout.total_seconds()
-        group = self.groups.setdefault(number, Group(number, len(machines)))
-        group.members[rank] = process
-        while len(group.members) < group.size or not all(
-            self.reach(process, other) and other.alive for other in group.members.values()
-        ):
-            if self.now > ends or group.left:
-                group.left.add(rank)
-                raise RuntimeError("a rank has not connected")
-            self.sleep(0.01)
-        process.group, process.rounds = (group, rank), 0
-        return SimpleNamespace(rank=rank)
-
-    def close_group(self) -> None:
-        if self.process.group is not None:
-            group, rank = self.process.group
-            group.left.add(rank)
-            self.process.group = None
-
-    def hand_on(self, state: Any, source: int) -> Any:
-        return Work(self, pickle.dumps(state), lambda given: pickle.loads(given[source])).wait()
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Work:
-        return Work(self, tensor.clone(), lambda given: tensor.copy_(torch.stack(given).amax(0)))
-
-    def _misfortunes(self, faults: int, kill_at: float | None) -> int:
-        if kill_at is not None:
+    def _misfortunes(self, faults: int, kill_at: float) -> None:
+        if kill_at:
             self.sleep(kill_at)
             self.agents[0].children[1].end(-signal.SIGKILL)
         for _ in range(self.random.randrange(faults + 1)):
             self.sleep(self.random.uniform(0.2, 5.0))
-            ranks = [p for p in self.processes if p.alive and p.machine >= 0 and not p.children]
-            ranks = [p for p in ranks if p not in self.agents.values()]
+            ranks = [rank for rank in self.ranks if rank.alive]
             others = [number for number in self.agents if number]
             kinds = ["kill", "kill", "stop"] * 3 + ["cut", "off", "again"] * 3 * bool(others)
             kind = self.random.choice([*kinds, "end"])
@@ -436,7 +377,88 @@ class Simulation:
                     self.start_machine(machine)
             elif kind == "end":
                 self.agents[0].end(-signal.SIGKILL)
-        return 0
+
+    # What `REPLACED` names; of a module, what the library uses of it ------------------------------
+
+    DEVNULL = None
+    ReduceOp = dist.ReduceOp
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        """The running task's; another one runs meanwhile."""
+        self.check_alive()
+        task = self.running
+        task.wakes = self.now + seconds * self.random.uniform(1.0, 1.2)
+        self.baton.release()
+        task.go.acquire()
+        self.check_alive()
+
+    def Thread(self, target: Callable[[], None], daemon: bool) -> Task:
+        return Task(self.process, target, is_main=False)
+
+    def Popen(self, command: Any, env: Any, **_: Any) -> Process:
+        rank = Process(self, self.process.machine, env)
+        self.process.children.append(rank)
+        self.ranks.append(rank)
+        Task(rank, lambda: self._rank(rank)).start()
+        return rank
+
+    def _is_stopped(self, child: Any) -> bool:
+        return getattr(child, "stopped", False)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    @property
+    def environ(self) -> Any:
+        return self.process.environ
+
+    def job_store(self) -> JobStore:
+        return JobStore(Store(self.process))
+
+    def replace_group(self, world: Any, number: int, rank: int, machines: Any, timeout: Any) -> Any:
+        process, ends = self.process, self.now + timeout.total_seconds()
+        group = self.groups.setdefault(number, Group(number, len(machines)))
+        group.members[rank] = process
+        while not (self.reach_all(process, group) and all(p.alive for p in group.members.values())):
+            if self.now > ends or group.left:
+                group.left.add(rank)
+                raise RuntimeError("a rank has not connected")
+            self.sleep(0.01)
+        process.group, process.rank, process.rounds = group, rank, 0
+        return Mock(rank=rank)
+
+    def close_default_group(self) -> None:
+        if self.process.group is not None:
+            self.process.group.left.add(self.process.rank)
+            self.process.group = None
+
+    def look_for_lost_ranks(self, is_broken: Callable[[], bool]) -> None:
+        self.process.is_broken = is_broken
+
+    def cut_when_broken(self, group: Group, is_broken: Callable[[], bool]) -> None:
+        pass
+
+    @property
+    def group(self) -> Any:
+        return SimpleNamespace(WORLD=self.process.group)
+
+    def is_initialized(self) -> bool:
+        return self.process.group is not None
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any, async_op: bool) -> Work:
+        return Work(self, tensor.clone(), lambda given: tensor.copy_(torch.stack(given).amax(0)))
+
+    def barrier(self, async_op: bool) -> Work:
+        return Work(self, None, list)
+
+    def hand_on(self, state: Any, source: int) -> Any:
+        return Work(self, pickle.dumps(state), lambda given: pickle.loads(given[source])).wait()
+
+    def wait(self, work: Work) -> None:
+        work.wait()
 
 
 def result() -> int:
@@ -447,98 +469,9 @@ def result() -> int:
     return optimizer.value
 
 
-def simulate(seed: int, *arguments: Any, **options: Any) -> Simulation:
-    """Runs a job; the arguments are those of `Simulation`."""
-    sim = Simulation.__new__(Simulation)
-    clock = SimpleNamespace(monotonic=lambda: sim.now, sleep=lambda s: sim.sleep(s))
-    signals = SimpleNamespace(**vars(signal))
-    signals.signal, signals.getsignal = lambda *_: None, lambda *_: None
-
-    def thread(target: Callable[[], None], daemon: bool) -> Any:
-        task: list[Task] = []
-
-        def join(seconds: float) -> None:
-            ends = sim.now + seconds
-            while not task[0].done and sim.now < ends:
-                sim.sleep(0.01)
-
-        def start() -> None:
-            task.append(Task(sim.process, target, is_main=False))
-
-        return SimpleNamespace(start=start, join=join)
-
-    class Dist:
-        ReduceOp = torch.distributed.ReduceOp
-
-        @property
-        def group(self) -> Any:
-            group = sim.process.group
-            return SimpleNamespace(WORLD=None if group is None else group[0])
-
-        def is_initialized(self) -> bool:
-            return sim.process.group is not None
-
-        def all_reduce(self, *arguments: Any, **options: Any) -> Work:
-            return sim.all_reduce(*arguments, **options)
-
-        def barrier(self, async_op: bool) -> Work:
-            return Work(sim, None, list)
-
-    class System:
-        @property
-        def environ(self) -> Any:
-            return sim.process.environ
-
-    def look_for_lost_ranks(is_broken: Callable[[], bool]) -> None:
-        sim.process.is_broken = is_broken
-
-    places: list[tuple[Any, dict[str, Any]]] = [
-        *((module, {"time": clock}) for module in (elastic, nodes, node_agent, agent, membership)),
-        *((m, {"say": lambda text: sim.said.append(text)}) for m in (agent, elastic, nodes)),
-        (node_agent, {"say": lambda text: None, "threading": SimpleNamespace(Thread=thread)}),
-        (
-            agent,
-            {
-                "subprocess": SimpleNamespace(Popen=lambda *a, **o: sim.popen(*a, **o), DEVNULL=0),
-                "signal": signals,
-                "_is_stopped": lambda child: getattr(child, "stopped", False),
-            },
-        ),
-        (
-            membership,
-            {
-                "os": System(),
-                "dist": Dist(),
-                "job_store": lambda: JobStore(Store(sim.process)),
-                "replace_group": lambda *a: sim.open_group(*a),
-                "close_default_group": lambda: sim.close_group(),
-                "look_for_lost_ranks": look_for_lost_ranks,
-                "cut_when_broken": lambda group, is_broken: None,
-            },
-        ),
-        (membership.Membership, {"_group_store": lambda self, generation: generation.number}),
-        (
-            elasticity,
-            {
-                "dist": Dist(),
-                "of_member": lambda work: work,
-                "wait": lambda work: work.wait(),
-                "hand_on": lambda *a: sim.hand_on(*a),
-                "is_communication_error": lambda error: isinstance(error, Lost),
-            },
-        ),
-    ]
-    with ExitStack() as stack:
-        for place, names in places:
-            for name, new in names.items():
-                stack.enter_context(patch.object(place, name, new))
-        sim.__init__(seed, *arguments, **options)  # type: ignore[misc]
-        return sim.run()
-
-
 def growth(machines: int) -> str:
     """A line of the table: one of 8 ranks on each machine is killed."""
-    sim = simulate(0, [8] * machines, 0, kill_at=4.0)
+    sim = Simulation(0, [8] * machines, faults=0, kill_at=4.0).run()
     assert not sim.wrong, sim.wrong
     gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(sim.steps)]
     seconds, messages = max(gaps)
@@ -562,7 +495,7 @@ def main() -> int:
     codes: Counter[int | None] = Counter()
     failed = 0
     for seed in range(options.first, options.first + options.seeds):
-        sim = simulate(seed)
+        sim = Simulation(seed).run()
         codes[sim.code] += 1
         if sim.wrong:
             failed += 1
