@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
+from tests.support.fuzz_case import watched
 
 
 def normed():
@@ -18,7 +19,7 @@ def normed():
     return ddp.convert_sync_batchnorm(module).to("cuda")
 
 
-def step(module, number=0):
+def step(module):
     module(torch.randn(4, 8).to("cuda")).square().mean().backward()
 
 
@@ -74,16 +75,13 @@ def test_nccl_by_another_name(sim):
 
 def beside_gloo(world):
     """Of a model on the GPU, and one whose first layer is on the CPU."""
-    from tests.support.simgpu import device, trace
-
     group = dist.new_group(backend="cpu:gloo,cuda:nccl-part")
     module = normed()
     torch.manual_seed(world.rank)
-    device.clear()
-    reducer = ddp.Reducer(module, process_group=group, find_unused_parameters=True)
-    for number in range(3):
-        step(module, number)
-    found = trace.faults()
+    with watched(world.device) as found:
+        reducer = ddp.Reducer(module, process_group=group, find_unused_parameters=True)
+        for _ in range(3):
+            step(module)
     reducer.remove()
     torch.manual_seed(0)
     both = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8).to("cuda")])
@@ -118,44 +116,16 @@ def test_a_loss_that_is_not_finite_is_known_when_the_copy_has_arrived(nccl2):
     assert nccl2(late_loss) == [(0, True)] * 2
 
 
-def in_lock_step_aside(world):
-    from tests.support.simgpu import device, trace
-
-    module = normed()
-    reducer = ddp.Reducer(module, virtual_ranks=4)
-    data = torch.randn(4, 4, 8).to("cuda")
-    device.clear()
-    stream = torch.Stream("cuda")
-    stream.wait_stream(torch.accelerator.current_stream())
-    with stream:
-        for _ in range(2):
-            for parameter in module.parameters():
-                parameter.grad = None
-            reducer.run_virtual_ranks(
-                lambda virtual_rank: module(data[virtual_rank]).square().mean().backward()
-            )
-    torch.accelerator.current_stream().wait_stream(stream)
-    found = trace.faults()
-    reducer.remove()
-    return found
-
-
-def test_lock_step_runs_on_the_callers_stream(sim):
-    assert sim(in_lock_step_aside) == [[], []]
-
-
 def uneven_batches(world):
-    from tests.support.simgpu import device, trace
+    from tests.support.simgpu import trace
 
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)).to("cuda")
     reducer = ddp.Reducer(module, broadcast_buffers=True)
-    device.clear()
-    with ddp.join(reducer):
+    with watched(world.device) as faults, ddp.join(reducer):
         for _ in range(2 + world.rank):
             step(module)
         waits = [wait for wait in trace.host_waits() if "torch_ddp/join.py" in wait]
-    faults = trace.faults()
     reducer.remove()
     return faults, waits
 

@@ -11,17 +11,12 @@ import copy
 import gc
 import io
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,9 +29,10 @@ from torch.profiler import ProfilerActivity, profile
 import ddp_from_scratch as ddp
 from ddp_from_scratch.watch.timeline import Timeline
 from tests.gpu import test_programs as programs
+from tests.support.failing_run import LAUNCHERS, RUN_PY, Run
 from tests.support.on_ranks import on
 from tests.support.optimizer_pair import torchs
-from tests.support.ranks import ROOT, on_gpu
+from tests.support.ranks import on_gpu
 from tests.watch.test_stall import AFTER_S, Layers, store, until
 
 REAL = torch.cuda.is_available()
@@ -84,10 +80,6 @@ def batch(rank: int, step: int, width: int = WIDTH) -> torch.Tensor:
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
-
-
-def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1, 0.9)
 
 
 def train(model: nn.Module, optimizer: Any, x: torch.Tensor, in_one_call: bool = False) -> None:
@@ -157,16 +149,6 @@ def test_as_torch_bit_for_bit(world, name):
     assert_alike(bits(ours.parameters()))
 
 
-@contextlib.contextmanager
-def never_waiting() -> Iterator[None]:
-    """What makes the host wait for the GPU raises (collectives themselves are not looked into)."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 NEVER_WAIT = ["copies", "views", "no overlap", "static", "stall watch", "buffers", "fp16"]
 NEVER_WAIT += ["sync batch norm", "flat SGD", "flat SGD in one call", "all used", "weights"]
 
@@ -186,11 +168,15 @@ def test_the_host_does_not_wait_within_a_step(world, name):
 
     for x in inputs[:3]:
         step(x)
-    with never_waiting():
+    # What makes the host wait for the GPU raises (collectives themselves are not looked into).
+    torch.cuda.set_sync_debug_mode("error")
+    try:
         with pytest.raises(RuntimeError, match="synchroniz"):
             inputs[0].sum().item()
         for x in inputs[3:]:
             step(x)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @real
@@ -243,15 +229,14 @@ def test_one_copy_for_each_bucket(world, views):
 @real
 @pytest.mark.parametrize("overlap", [True, False])
 @on("pair")
-def test_buckets_are_sent_during_backward(world, overlap):
+def test_buckets_are_sent_during_backward(world, tmp_path, overlap):
     """Backward goes on computing while a bucket that is not the last is on its way."""
     model = network(width=1024, depth=8)
     ddp.Reducer(model, bucket_cap_mb=4.0, overlap=overlap, **VIEWS)
     profiler = profiled_backward(model, [torch.randn(2048, 1024, device=DEVICE)] * 4)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
+    file = tmp_path / f"{world.rank}.json"
+    profiler.export_chrome_trace(str(file))
+    events = json.loads(file.read_text())["traceEvents"]
     found = [event for event in events if event.get("cat") == "kernel"]
     sent = [k for k in found if "nccl" in k["name"].lower()]
     # Packing is not part of the computation: the last bucket's comes after all of that.
@@ -333,18 +318,16 @@ def test_an_overflow_on_one_rank_is_skipped_on_all(world, flat_sgd):
 
 
 @each_view
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str
-)
 @on("crew")
-def test_every_dtype_is_averaged_exactly(world, dtype, views):
+def test_every_dtype_is_averaged_exactly(world, views):
     """Rank r contributes r + 1: their average is exact in 16 bits, too."""
-    model = nn.Linear(64, 64, bias=False, device=DEVICE, dtype=dtype)
-    ddp.Reducer(model, gradient_as_bucket_view=views)
-    for _ in range(3):
-        model.zero_grad()
-        (model.weight * (world.rank + 1)).sum().real.backward()
-        assert torch.all(model.weight.grad == (world.world_size + 1) / 2)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
+        model = nn.Linear(64, 64, bias=False, device=DEVICE, dtype=dtype)
+        ddp.Reducer(model, gradient_as_bucket_view=views)
+        for _ in range(3):
+            model.zero_grad()
+            (model.weight * (world.rank + 1)).sum().real.backward()
+            assert torch.all(model.weight.grad == (world.world_size + 1) / 2), dtype
 
 
 @real
@@ -363,10 +346,9 @@ def test_a_rank_that_lags_is_reported(world):
         torch.cuda.synchronize()
     assert model.a.grad.tolist() == [4, 4]
     reducer.remove()
-    if world.rank == 1:
-        assert told.getvalue() == ""
-    else:
-        text = told.getvalue()
+    text = told.getvalue()
+    assert (text == "") == (world.rank == 1)
+    if text:
         assert re.match(r"step 1, rank 0: has waited \d+ s for bucket 0\n", text)
         assert "\n  rank 0: all gradients of step 1 have arrived, and since then 0 of 3" in text
         assert "\n  rank 1: 0 of 3 gradients have arrived, bucket 0 waits for c\n" in text
@@ -378,13 +360,13 @@ def test_auto_settles_alike_on_all_ranks(world):
     ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, bucket_cap_mb="auto", **VIEWS)
     optimizer = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
-    steps = 0
-    while reducer.bucket_cap_mb is None and steps < 200:
-        train(model, optimizer, batch(world.rank, steps))
-        steps += 1
+    for step in range(200):
+        train(model, optimizer, batch(world.rank, step))
+        if reducer.bucket_cap_mb is not None:
+            break
     ddp.check_sync(model)
     assert reducer.bucket_cap_mb is not None
-    assert_alike((reducer.bucket_cap_mb, reducer.overlap, steps))
+    assert_alike((reducer.bucket_cap_mb, reducer.overlap, step))
 
 
 @on("crew")
@@ -416,7 +398,7 @@ def peak(kind: Any) -> int:
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()
     model = kind(network(width=1024, depth=24), device_ids=[0], **VIEWS)
-    optimizer = momentum(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     for step in range(5):
         if step == 3:  # buckets have been laid out anew, momentum is there
             gc.collect()
@@ -436,42 +418,23 @@ def test_memory_with_views_is_that_of_torch(world):
     assert ours <= 1.2 * theirs
 
 
-def started(*program: str, **variables: str) -> "subprocess.Popen[str]":
-    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "2"}
-    return subprocess.Popen(
-        [sys.executable, *program],
-        env=os.environ | environ | variables,
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @real
 def test_a_rank_that_never_comes():
-    command = ("run.py", "--backend", "nccl", "--timeout", "10")
-    run = started(*command, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    _, error = run.communicate(timeout=90)
-    assert run.returncode == 2
-    assert "not all have started" in error
-    assert "Traceback" not in error
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "2"}
+    command = sys.executable, RUN_PY, "--backend", "nccl", "--timeout", "10"
+    with Run(*command, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", **meet) as run:
+        assert run.wait(90) == 2
+        assert "not all have started" in run.err
+        assert "Traceback" not in run.err
 
 
 @real
 def test_two_ranks_on_one_gpu_are_refused():
     """As where a launcher has shown both the same one."""
-    command = "import sys, ddp_from_scratch as ddp; sys.exit(ddp.start_ranks(sys.argv[1:], (2,)))"
-    done = subprocess.run(
-        [sys.executable, "-c", command, sys.executable, "run.py", "--backend", "nccl"],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
-    assert done.returncode == 2
-    assert "ranks 0 and 1 have the same GPU" in done.stderr
+    command = *LAUNCHERS["start_ranks"], RUN_PY, "--backend", "nccl"
+    with Run(*command, CUDA_VISIBLE_DEVICES="0") as run:
+        assert run.wait(90) == 2
+        assert "ranks 0 and 1 have the same GPU" in run.err
 
 
 DYING = """
@@ -492,8 +455,9 @@ with ddp.process_group("nccl", timeout=15) as world:
 @real
 def test_a_rank_that_is_killed_ends_the_other(tmp_path):
     """After the timeout at the latest, by an error or by torch's watchdog, which aborts."""
-    meet = {"DDP_RENDEZVOUS_FILE": str(tmp_path / "meet")}
-    ranks = [started("-c", DYING, **on_gpu(r), **meet, RANK=str(r)) for r in range(2)]
-    (_, told), _ = (rank.communicate(timeout=120) for rank in ranks)
-    assert ranks[1].returncode == -signal.SIGKILL
-    assert ranks[0].returncode != 0, told
+    meet = {"DDP_RENDEZVOUS_FILE": str(tmp_path / "meet"), "WORLD_SIZE": "2"}
+    environ = [on_gpu(rank) | meet | {"RANK": str(rank)} for rank in range(2)]
+    command = sys.executable, "-c", DYING
+    with Run(*command, **environ[0]) as first, Run(*command, **environ[1]) as second:
+        assert second.wait(120) == 128 + signal.SIGKILL
+        assert first.wait(120) != 0, first.text

@@ -77,18 +77,6 @@ def delay():
         torch.cuda._sleep(20_000_000)
 
 
-def sgd(module, reducer):
-    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-
-
-def ours(module, reducer):
-    return ddp.SGD(module.parameters(), lr=0.1, momentum=0.9, reducer=reducer)
-
-
-def adamw(module, reducer):
-    return ddp.AdamW(module.parameters(), lr=0.01, reducer=reducer)
-
-
 def of_a_user(state, bucket):
     compressed = bucket.buffer().div(2)
     future = torch.distributed.all_reduce(compressed, async_op=True).get_future()
@@ -119,8 +107,8 @@ PROGRAMS = {
     "check sync": {"check_every": 2},
     "buffers": {"make": normed, "broadcast_buffers": True},
     "sync batch norm": {"make": synced},
-    "flat SGD": {"optimizer": ours},
-    "flat AdamW": {"optimizer": adamw},
+    "flat SGD": {"optimizer": ddp.SGD},
+    "flat AdamW": {"optimizer": ddp.AdamW},
     "PowerSGD": {"hook": powersgd},
     "PowerSGD, views": {"hook": powersgd, "gradient_as_bucket_view": True},
     "fp16": {"hook": fp16},
@@ -139,13 +127,15 @@ PROGRAMS = {
     "two streams, views": {"make": TwoStreams, "gradient_as_bucket_view": True},
     "two streams, no overlap": {"make": TwoStreams, "overlap": False},
     "side stream, sync batch norm": {"side": True, "make": synced},
+    "side stream, lock step": {"side": True, "make": synced, "virtual_ranks": 4},
 }
 
 
 def made(name, device):
     options = dict(PROGRAMS[name])
-    make, optimizer = options.pop("make", plain), options.pop("optimizer", sgd)
+    make, optimizer = options.pop("make", plain), options.pop("optimizer", torch.optim.SGD)
     hook, start, *_ = (options.pop(n, None) for n in ("hook", "start", "side", "weigh"))
+    settings = {"lr": 0.01} if optimizer is ddp.AdamW else {"lr": 0.1, "momentum": 0.9}
     torch.manual_seed(0)
     module = make().to(device)
     if start:
@@ -154,12 +144,26 @@ def made(name, device):
     if hook is not None:
         state = ddp.power_sgd.PowerSGDState(rank=2, start=1) if hook is powersgd else None
         reducer.register_comm_hook(state, hook)
-    return module, reducer, optimizer(module, reducer)
+    if optimizer is not torch.optim.SGD:
+        settings["reducer"] = reducer
+    return module, reducer, optimizer(module.parameters(), **settings)
 
 
 def batch(world, number):
     seed = torch.Generator().manual_seed(10 * number + world.rank)
     return torch.randn(16, 32, generator=seed).to(world.device)
+
+
+def forward(name, module, reducer, data):
+    """Returns what does the backward pass; in lock step, it does both."""
+
+    def loss_of(part):
+        return module(part).square().mean()
+
+    if "virtual_ranks" in PROGRAMS[name]:
+        parts = data.chunk(4)
+        return lambda: reducer.run_virtual_ranks(lambda rank: loss_of(parts[rank]).backward())
+    return loss_of(data).backward
 
 
 def train(world, name):
@@ -183,14 +187,14 @@ def train(world, name):
             step.zero_grad()
             if stream is not None:
                 delay()
-            loss = module(data).square().mean()
+            backward = forward(name, module, reducer, data)
             if side != "forward alone":
-                loss.backward()
+                backward()
                 step.step()
         if stream is not None:
             torch.accelerator.current_stream().wait_stream(stream)
         if side == "forward alone":
-            loss.backward()
+            backward()
             with stream or nullcontext():
                 data + 1  # at once, in memory that is free on this stream
             step.step()
@@ -217,7 +221,7 @@ def assert_numbers_of_the_cpu(name, found, expected):
 FREE = ["copies", "views", "static", "all used", "flat SGD", "fp16", "torch's hook"]
 FREE += ["hook of a user"]
 FIRST = ["copies", "fp16", "hook of a user", "views", "unused", "sparse", "future made by hand"]
-FIRST += ["buffers", "weights", "side stream, PowerSGD", "two streams"]
+FIRST += ["buffers", "weights", "side stream, PowerSGD", "side stream, lock step", "two streams"]
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])

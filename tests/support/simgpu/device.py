@@ -49,11 +49,10 @@ class SimTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, on_host: torch.Tensor, index: int) -> "SimTensor":
         where = {"dtype": on_host.dtype, "device": torch.device("cuda", index)}
-        if on_host.is_sparse:
-            made = torch.Tensor._make_wrapper_subclass(cls, on_host.size(), **where)
-        else:
+        if not on_host.is_sparse:
             where |= {"strides": on_host.stride(), "storage_offset": on_host.storage_offset()}
-            made = torch.Tensor._make_wrapper_subclass(cls, on_host.size(), **where)
+        made = torch.Tensor._make_wrapper_subclass(cls, on_host.size(), **where)
+        if not on_host.is_sparse:
             storage = on_host.untyped_storage()
             GUARD.own(made, storage.data_ptr(), storage.nbytes())
         made.on_host = on_host
@@ -67,8 +66,7 @@ class SimTensor(torch.Tensor):
         return self.on_host.data_ptr()
 
     def tolist(self) -> Any:
-        GUARD.operation(len(OPERATIONS), GUARD.current(self.device.index))
-        OPERATIONS.append(Operation("tolist", spans(self.on_host), [], place()))
+        log("tolist", spans(self.on_host), [], GUARD.current(self.device.index))
         _host_waits("tolist", self.device.index)
         return self.on_host.tolist()
 
@@ -107,9 +105,6 @@ class SimTensor(torch.Tensor):
         self.data = SimTensor(self.on_host.resize_(*size), self.device.index)
         return self
 
-    def __repr__(self) -> str:
-        return f"SimTensor({self.on_host}, device={self.device})"
-
 
 def place() -> str:
     """The line of the library that runs now."""
@@ -120,6 +115,11 @@ def place() -> str:
             return f"{path}:{frame.f_lineno}"
         frame = frame.f_back
     return "program"
+
+
+def log(name: str, reads: list[Span], writes: list[Span], stream: int) -> None:
+    GUARD.operation(len(OPERATIONS), stream)
+    OPERATIONS.append(Operation(name, reads, writes, place()))
 
 
 def _host_waits(what: str, index: int) -> None:
@@ -162,7 +162,7 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return found
 
     made = tree_map(as_given, out)
-    _log(op, bare_args, bare_kwargs, out, wrappers, index)
+    _log_call(op, bare_args, bare_kwargs, out, wrappers, index)
     non_blocking = kwargs.get("non_blocking") or (copies_to_host and True in args[2:])
     if stays_on_host and non_blocking:
         # The host sees the old bytes until it waits, or asks an event.
@@ -187,15 +187,16 @@ def spans(tensor: torch.Tensor) -> list[Span]:
     return [Span(begin, begin + (last + 1) * tensor.element_size())]
 
 
-def _log(op: Any, args: Any, kwargs: Any, out: Any, wrappers: dict[int, Any], index: int) -> None:
+def _log_call(
+    op: Any, args: Any, kwargs: Any, out: Any, wrappers: dict[int, Any], index: int
+) -> None:
     schema = op._schema
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
         return  # a view
     reads: list[Span] = []
     writes: list[Span] = []
-    named = [*zip(schema.arguments, args, strict=False)]
-    named += [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
-    for argument, value in named:
+    named = [(a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs]
+    for argument, value in [*zip(schema.arguments, args, strict=False), *named]:
         written = argument.alias_info is not None and argument.alias_info.is_write
         for tensor in tree_leaves(value):
             # A copy to or from the host is an operation on the host's memory, too.
@@ -204,8 +205,7 @@ def _log(op: Any, args: Any, kwargs: Any, out: Any, wrappers: dict[int, Any], in
     for tensor in tree_leaves(out):
         if isinstance(tensor, torch.Tensor) and id(tensor) not in wrappers:
             writes += spans(tensor)
-    GUARD.operation(len(OPERATIONS), GUARD.current(index))
-    OPERATIONS.append(Operation(schema.name, reads, writes, place()))
+    log(schema.name, reads, writes, GUARD.current(index))
 
 
 def _factory(op: Any) -> Any:
@@ -216,8 +216,7 @@ def _factory(op: Any) -> Any:
         kwargs.pop("pin_memory", None)
         made = SimTensor(op(*args, **kwargs), index)
         if "empty" not in op._schema.name:
-            GUARD.operation(len(OPERATIONS), GUARD.current(index))
-            OPERATIONS.append(Operation(op._schema.name, [], spans(made.on_host), place()))
+            log(op._schema.name, [], spans(made.on_host), GUARD.current(index))
         return made
 
     return make

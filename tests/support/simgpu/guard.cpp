@@ -29,7 +29,6 @@ std::mutex mutex;
 std::vector<Entry> entries;
 std::unordered_map<int64_t, double> times;  // of events, in ms
 int64_t next_event = 1, next_stream = 1;
-double ahead_ms = 0.0;  // what a test has added to the clock
 bool capturing = false, spoiled = false;
 
 void log(int kind, int64_t what, int64_t stream) {
@@ -42,7 +41,7 @@ int64_t record_event(int64_t stream) {
   // A number of its own for each record: a wait is for the latest one.
   int64_t event = next_event++;
   std::chrono::duration<double, std::milli> now = std::chrono::steady_clock::now().time_since_epoch();
-  times[event] = now.count() + ahead_ms;
+  times[event] = now.count();
   entries.push_back({kRecord, event, stream});
   return event;
 }
@@ -241,7 +240,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       entries.push_back({kMade, address, static_cast<int64_t>(bytes)});
     }
   });
-  m.def("advance", [](double ms) { ahead_ms += ms; });
   m.def("capture", [](bool begins) {
     capturing = begins;
     return std::exchange(spoiled, false);

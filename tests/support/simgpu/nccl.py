@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from tests.support.simgpu import device
-from tests.support.simgpu.device import GUARD, OPERATIONS, Operation, SimTensor
+from tests.support.simgpu.device import GUARD, SimTensor
 
 
 class SimWork(dist._Work):
@@ -37,12 +37,6 @@ class SimWork(dist._Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         GUARD.wait(self._end, GUARD.current(self._group.index))
         self._group.in_flight.discard(self)
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -92,32 +86,27 @@ class SimNCCL(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
-    def getBackendName(self) -> str:
-        return "nccl"
-
     def _run(self, name: str, call: Any, reads: list[Any], writes: list[Any]) -> SimWork:
         for tensor in [*reads, *writes]:
             if not isinstance(tensor, SimTensor):
                 raise RuntimeError("No backend type associated with device type cpu")
         GUARD.wait(GUARD.record(GUARD.current(self.index)), self.stream)
         call().wait()
-        GUARD.operation(len(OPERATIONS), self.stream)
         read, written = (
             [span for tensor in tensors for span in device.spans(tensor.on_host)]
             for tensors in (reads, writes)
         )
-        OPERATIONS.append(Operation(f"nccl::{name}", read, written, device.place()))
+        device.log(f"nccl::{name}", read, written, self.stream)
         work = SimWork(self, reads, writes)
         self.in_flight.add(work)
         return work
 
     def allreduce(self, tensors: list[Any], opts: Any = None) -> SimWork:
-        (tensor,) = tensors
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        host = tensor.on_host
+        hosts = [tensor.on_host for tensor in tensors]
         return self._run(
-            "all_reduce", lambda: self._gloo.allreduce([host], options), tensors, tensors
+            "all_reduce", lambda: self._gloo.allreduce(hosts, options), tensors, tensors
         )
 
     def broadcast(self, tensors: list[Any], opts: Any) -> SimWork:
@@ -126,8 +115,7 @@ class SimNCCL(dist.ProcessGroup):
         return self._run("broadcast", lambda: self._gloo.broadcast(hosts, opts), reads, tensors)
 
     def allgather(self, outputs: list[list[Any]], inputs: list[Any], opts: Any = None) -> SimWork:
-        hosts = [[tensor.on_host for tensor in outputs[0]]]
-        mine = [inputs[0].on_host]
+        hosts, mine = [[tensor.on_host for tensor in outputs[0]]], [inputs[0].on_host]
         return self._run(
             "all_gather", lambda: self._gloo.allgather(hosts, mine), inputs, outputs[0]
         )
@@ -142,13 +130,8 @@ class SimNCCL(dist.ProcessGroup):
     def alltoall_base(
         self, output: Any, input: Any, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> SimWork:
-        out, mine = output.on_host, input.on_host
-        return self._run(
-            "all_to_all",
-            lambda: self._gloo.alltoall_base(out, mine, out_splits, in_splits),
-            [input],
-            [output],
-        )
+        given = output.on_host, input.on_host, out_splits, in_splits
+        return self._run("all_to_all", lambda: self._gloo.alltoall_base(*given), [input], [output])
 
     # Their names from torch 2.14 on.
     all_gather_single, all_to_all_single = _allgather_base, alltoall_base
@@ -176,9 +159,6 @@ class SimPart(getattr(c10d, "Backend", object)):  # type: ignore[misc]
     def __init__(self, group: SimNCCL) -> None:
         super().__init__(group.rank(), group.size())
         self._group, self.options = group, group.options
-
-    def getBackendName(self) -> str:
-        return "nccl"
 
 
 def _of_group(name: str) -> Any:
