@@ -5,7 +5,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -81,6 +81,7 @@ class Program:
     dtype: torch.dtype = torch.float32
     autocast: bool = False
     large: bool = True  # the library treats these small gradients as it does large ones
+    in_lock_step: bool = False  # for batch norms, which are synchronised
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
@@ -114,25 +115,24 @@ PROGRAMS = {
     "16 bits": Program(cnn, SMALL, dtype=torch.bfloat16),
     "half": Program(cnn, dtype=torch.float16),
 }
-# Their batch norms are synchronised. What one process makes of them is what it makes in lock step.
+FIRST_TIER = [*PROGRAMS, "in lock step"]
 IN_LOCK_STEP = {
-    "cnn": PROGRAMS["cnn"],
-    "accumulated": PROGRAMS["cnn, accumulated, in views"],
-    "branches": PROGRAMS["branches, in views"],
-    "static": Program(cnn, SMALL | {"static_graph": True}),
-    "checkpointed": Program(Checkpointed, SMALL | UNUSED),
-    "counting": Program(Counting),
-    "autocast": Program(cnn, autocast=True),
+    "in lock step": PROGRAMS["cnn"],
+    "in lock step, accumulated": PROGRAMS["cnn, accumulated, in views"],
+    "in lock step, branches": PROGRAMS["branches, in views"],
+    "in lock step, static": Program(cnn, SMALL | {"static_graph": True}),
+    "in lock step, checkpointed": Program(Checkpointed, SMALL | UNUSED),
+    "in lock step, counting": Program(Counting),
+    "in lock step, autocast": Program(cnn, autocast=True),
 }
+PROGRAMS |= {name: replace(each, in_lock_step=True) for name, each in IN_LOCK_STEP.items()}
 
 
 class Training:
-    def __init__(
-        self, program: Program, group: Any = None, in_lock_step: bool = False, **options: Any
-    ) -> None:
-        self.program, self.model = program, program.model()
-        self.in_lock_step = in_lock_step
-        if in_lock_step:
+    def __init__(self, name: str, group: Any = None, **options: Any) -> None:
+        program = self.program = PROGRAMS[name]
+        self.model = program.model()
+        if program.in_lock_step:
             ddp.convert_sync_batchnorm(self.model, group)
         options |= program.options
         with as_large() if program.large else nullcontext():
@@ -142,7 +142,7 @@ class Training:
         self.optimizer = kind(self.model.parameters(), **program.settings, **own)
 
     def average(self, step: int) -> None:
-        if self.in_lock_step:
+        if self.program.in_lock_step:
             self.reducer.run_virtual_ranks(partial(self.run, step))
             return
         for virtual_rank in self.reducer.virtual_rank_range:
@@ -162,12 +162,11 @@ class Training:
         return bits_of(self.model, self.optimizer)
 
 
-def trained(world: ddp.World, name: str, way: str = "", in_lock_step: bool = False) -> str:
+def trained(world: ddp.World, name: str, way: str = "") -> str:
     """Trains over shared memory, or the `way`: messages, two machines, or ranks in turn on them."""
     places = {"2 machines": [world.world_size - 1, 1], "ranks in turn": lambda rank: rank % 2}
     group = group_over(world, places[way]) if way in places else None
-    program = (IN_LOCK_STEP if in_lock_step else PROGRAMS)[name]
-    training = Training(program, group, in_lock_step, shared_memory=way != "messages")
+    training = Training(name, group, shared_memory=way != "messages")
     bits = training.train()
     ddp.check_sync(training.model)
     shared = training.reducer.stats().transport == "shared memory"
@@ -187,6 +186,13 @@ def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def assert_bits(expected: str, found: list[str], what: str = "") -> None:
     assert found == [expected] * len(found), what
+
+
+def of_one_process(ranks: Any, name: str) -> str:
+    """By definition; of a program in lock step, what one rank makes of it."""
+    if PROGRAMS[name].in_lock_step:
+        return str(ranks("gloo", 1)(trained, name)[0])
+    return by_definition(name)
 
 
 @cache

@@ -35,13 +35,6 @@ def test_ranges_are_contiguous_and_near_equal():
         assert {len(part) for part in parts} <= {virtual_ranks // ranks, virtual_ranks // ranks + 1}
 
 
-def test_blocks_are_aligned_and_fewest():
-    assert aligned_blocks(range(1, 8)) == [(1, 1), (2, 2), (4, 4)]
-    assert aligned_blocks(range(0, 7)) == [(0, 4), (4, 2), (6, 1)]
-    assert aligned_blocks(range(8)) == [(0, 8)]
-    assert aligned_blocks(range(3, 3)) == []
-
-
 def partitions(virtual_ranks):
     """Every way to cut the virtual ranks into contiguous parts."""
     for count in range(virtual_ranks):

@@ -4,6 +4,8 @@ import os
 import re
 import signal
 from datetime import timedelta
+from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,26 +18,25 @@ from tests.support.on_ranks import on
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
 from tests.virtual_ranks.programs import (
+    FIRST_TIER,
     PROGRAMS,
     VIRTUAL_RANKS,
     Training,
     assert_bits,
-    by_definition,
+    of_one_process,
     trained,
 )
 
+CREWS = ["gloo-1", "gloo-3", "gloo-3-messages", "gloo-3-2 machines"]
+MORE = ["node-3", "mpi-2", "mpi-3-2 machines", "gloo-6-messages", "gloo-4-ranks in turn"]
 
-@pytest.mark.parametrize(
-    "crew",
-    ["gloo-1", "gloo-3", "gloo-3-messages", "gloo-3-2 machines"]
-    + [slow(name) for name in ("node-3", "mpi-2", "mpi-3-2 machines")]
-    + [slow(name) for name in ("gloo-6-messages", "gloo-4-ranks in turn")],
-)
+
+@pytest.mark.parametrize("crew", CREWS + [slow(crew) for crew in MORE])
 def test_bits_are_those_of_one_process(ranks, crew):
     backend, world_size, *way = crew.split("-")
-    for name in PROGRAMS:
+    for name in FIRST_TIER if crew in CREWS else PROGRAMS:
         found = ranks(backend, int(world_size))(trained, name, *way)
-        assert_bits(by_definition(name), found, name)
+        assert_bits(of_one_process(ranks, name), found, name)
 
 
 class Stop(Exception):
@@ -47,40 +48,45 @@ def stop(*_):
 
 
 def repeated(world, name):
-    training = Training(PROGRAMS[name])
-    reducer = training.reducer
+    """Each virtual rank fails before its forward pass, in it, and in backward."""
+    training = Training(name)
+    run, reducer = training.run, training.reducer
+    norm = next(layer for layer in training.model.modules() if hasattr(layer, "running_mean"))
     training.train(steps=1)
+    places = (None, norm.register_forward_hook, norm.register_full_backward_hook)
+    for failing, place in product(reducer.virtual_rank_range, places):
 
-    def run_until(failing):
-        for virtual_rank in reducer.virtual_rank_range:
-            with reducer.virtual_rank(virtual_rank):
-                if virtual_rank == failing:
-                    training.model(torch.randn(3, 1, 6, 6))
-                    raise Stop
-                training.program.backward(training.model, 1, virtual_rank, 0)
+        def run_until(step, virtual_rank, failing=failing, place=place):
+            if virtual_rank != failing:
+                run(step, virtual_rank)
+            elif place is None:
+                raise Stop
+            else:
+                with place(stop):
+                    run(step, virtual_rank)
 
-    for failing in [*reducer.virtual_rank_range]:  # in the forward pass, on all ranks
-        with pytest.raises(Stop):
-            run_until(failing)
-    # In backward, when some gradients are on their way.
-    hook = next(training.model.parameters()).register_hook(stop)
-    with pytest.raises(Stop), reducer.virtual_rank(reducer.virtual_rank_range[0]):
-        training.program.backward(training.model, 1, reducer.virtual_rank_range[0], 0)
-    hook.remove()
+        torch.manual_seed(7)
+        with patch.object(training, "run", run_until), pytest.raises(Stop):
+            training.average(1)
+        assert (torch.initial_seed(), reducer.sync) == (7, True)
     training.average(1)
-    reducer.abort_step()  # after the average
-    reducer.abort_step()
+    for _ in range(2):
+        reducer.abort_step()  # after the average
     return training.train(first=1)
 
 
+REPEATED = ["cnn", "cnn, a flat optimizer", "branches, in views"]
+REPEATED += ["in lock step", "in lock step, counting"]
+
+
 @pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")])  # all ranks have as many virtual ranks
-@pytest.mark.parametrize("name", ["cnn", "cnn, a flat optimizer", "branches, in views"])
+@pytest.mark.parametrize("name", REPEATED)
 def test_a_step_that_failed_is_repeated(ranks, crew, name):
-    assert_bits(by_definition(name), ranks(crew[:-2], 2)(repeated, name))
+    assert_bits(of_one_process(ranks, name), ranks(crew[:-2], 2)(repeated, name))
 
 
 def killed(world, name, rendezvous):
-    training = Training(PROGRAMS[name])
+    training = Training(name)
     training.train(steps=1)
 
     def die(gradient):
@@ -101,13 +107,13 @@ def killed(world, name, rendezvous):
 
 
 @pytest.mark.parametrize("name", ["cnn", slow("cnn, watched"), slow("branches, in views")])
-def test_a_rank_is_killed_and_the_others_repeat_the_step(tmp_path, name):
+def test_a_rank_is_killed_and_the_others_repeat_the_step(ranks, tmp_path, name):
     crew = Crew("gloo", 3, fresh=True)
     try:
         found = crew(killed, name, str(tmp_path / "rendezvous"), dies=1)
     finally:
         crew.end()
-    assert_bits(by_definition(name), found[::2])
+    assert_bits(of_one_process(ranks, name), found[::2])
 
 
 X = torch.ones(1, 2)
@@ -118,6 +124,9 @@ def test_refusals(world):
     def make(model=None, **options):
         return ddp.Reducer(model or nn.Linear(2, 2), **{"virtual_ranks": 4} | options)
 
+    def norms(convert=ddp.convert_sync_batchnorm, *arguments):
+        return convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), *arguments)
+
     def joined():
         with ddp.join(reducer):
             reducer.module(X)
@@ -125,10 +134,16 @@ def test_refusals(world):
     def hooked():
         reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
 
+    group = dist.new_group()
     reducer, without = make(), ddp.Reducer(nn.Linear(2, 2))
-    parameters = reducer.module.parameters()
+    in_lock_step, late = make(norms()), make(norms(lambda model: model))
+    ddp.convert_sync_batchnorm(late.module, group)
+    parameters, first = reducer.module.parameters(), reducer.virtual_rank_range[0]
+    torchs = norms(nn.SyncBatchNorm.convert_sync_batchnorm)
     weight = "cannot be used with weight() or join()"
     node = "virtual_ranks=V has a sum of its own and cannot be used with NodeSharedSGD"
+    own = "needs the Reducer's process group"
+    fused = "fuse_wgrad cannot be used with virtual_ranks=V and synchronised batch norm"
     for call, text in (
         (lambda: make(virtual_ranks=3), "virtual ranks must be a power of two, got 3"),
         (lambda: make(virtual_ranks=0), "virtual ranks must be a power of two, got 0"),
@@ -139,13 +154,16 @@ def test_refusals(world):
         (lambda: reducer.weight(1), weight),
         (joined, weight),
         (hooked, "cannot be used with a comm"),
-        (
-            lambda: without.virtual_rank(0),
-            "this Reducer has no virtual ranks: make it with virtual_ranks",
-        ),
+        (lambda: without.virtual_rank(0), "has no virtual ranks: make it with virtual_ranks"),
+        (lambda: make(torchs), "torch.nn.SyncBatchNorm cannot be"),
+        (lambda: make(norms(ddp.convert_sync_batchnorm, group)), own),
+        (lambda: late.run_virtual_ranks(print), own),
+        (lambda: make(norms(), fuse_wgrad=True), fused),
+        (in_lock_step.virtual_rank(first).__enter__, "use reducer.run_virtual_ranks(function)"),
     ):
         with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
             call()
+    dist.destroy_process_group(group)
 
 
 def test_each_mistake_has_its_error_and_the_next_step_is_right(alone):
