@@ -22,7 +22,7 @@ from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.comm_hooks import Later
 from tests.support.on_ranks import on
-from tests.support.terms import Terms, assert_grads, mean, own
+from tests.support.terms import Terms, assert_grads, is_rank_0s, mean, own
 from tests.support.tiers import slow
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64)
@@ -95,12 +95,6 @@ def build(world) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     x = torch.randn(16 * world.world_size, 8)
     y = x.square().sum(1, keepdim=True) / 8
     return model, *(t.chunk(world.world_size)[world.rank] for t in (x, y))
-
-
-def is_rank_0s(tensor) -> bool:
-    theirs = tensor.detach().clone()
-    dist.broadcast(theirs, 0)
-    return torch.equal(theirs, tensor)
 
 
 @pytest.mark.parametrize("declared", [False, True])

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -16,6 +17,7 @@ from ddp_from_scratch.core.reducer import CoreReducer
 from tests.support.on_ranks import on
 
 LAYERS, WIDTH = 6, 8
+SEVERAL = {"bucket_cap_mb": 600 / 2**20}
 
 
 class Layers(nn.Module):
@@ -34,22 +36,16 @@ class Layers(nn.Module):
 
 
 def inputs(step, rank, part=0):
-    return torch.randn(
-        4, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank)
-    )
+    generator = torch.Generator().manual_seed(100 * step + 10 * part + rank)
+    return torch.randn(4, WIDTH, generator=generator)
 
 
 def once(forward, model, step, rank):
     forward(inputs(step, rank)).backward()
 
 
-def reversed_in_step_3(forward, model, step, rank):
-    model.order = range(LAYERS)[:: -1 if step == 3 else 1]
-    once(forward, model, step, rank)
-
-
-def other_on_each_rank_in_step_3(forward, model, step, rank):
-    model.order = range(LAYERS)[:: -1 if step == 3 and rank else 1]
+def reversed_in_step_3(forward, model, step, rank, ranks=(0, 1)):
+    model.order = range(LAYERS)[:: -1 if step == 3 and rank in ranks else 1]
     once(forward, model, step, rank)
 
 
@@ -60,7 +56,11 @@ def partly_accumulated(forward, model, step, rank):
     once(forward, model, step, rank)
 
 
-PROGRAMS = [reversed_in_step_3, other_on_each_rank_in_step_3, partly_accumulated]
+PROGRAMS = {
+    "another order": reversed_in_step_3,
+    "another order on a rank": partial(reversed_in_step_3, ranks=[1]),
+    "partly accumulated": partly_accumulated,
+}
 
 
 def learnt(world, **options):
@@ -74,20 +74,18 @@ def learnt(world, **options):
 
 
 @pytest.mark.parametrize("views", [False, True])
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("program", PROGRAMS)
 @on("gloo-2")
 def test_gradients_are_those_of_torchs_ddp(world, program, views):
-    options = {"bucket_cap_mb": 600 / 2**20, "gradient_as_bucket_view": views}
     ours, theirs = Layers(), Layers()
-    forwards = (
-        ddp.DistributedDataParallel(ours, **options),
-        DistributedDataParallel(theirs, **options),
-    )
+    options = SEVERAL | {"gradient_as_bucket_view": views}
+    kinds = ddp.DistributedDataParallel, DistributedDataParallel
+    forwards = [kind(model, **options) for kind, model in zip(kinds, (ours, theirs), strict=True)]
     for step in range(6):
         for model, forward in zip((ours, theirs), forwards, strict=True):
             # A `.grad` that stays is no sign that a gradient has arrived.
             model.zero_grad(set_to_none=step != 4)
-            program(forward, model, step, world.rank)
+            PROGRAMS[program](forward, model, step, world.rank)
         assert forwards[0].reducer.hook_per_bucket
         for parameter, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(parameter.grad, reference.grad), step
@@ -107,7 +105,7 @@ def in_parts(model, first, step, rank):
 @on("gloo-2")
 def test_a_loss_in_parts_goes_back_to_a_hook_per_gradient(world, first, stays):
     ours = Layers()
-    reducer = ddp.Reducer(ours, bucket_cap_mb=600 / 2**20)
+    reducer = ddp.Reducer(ours, **SEVERAL)
     for step in range(5):
         whole = [Layers() for _ in range(2)]
         for rank, model in enumerate(whole):
@@ -128,19 +126,15 @@ def test_a_loss_in_parts_goes_back_to_a_hook_per_gradient(world, first, stays):
 @on("gloo-2")
 def test_python_is_called_once_for_each_bucket_and_for_the_first_gradient(world):
     model = Layers()
-    reducer = ddp.Reducer(model, bucket_cap_mb=600 / 2**20)
-    told = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            CoreReducer,
-            "_count",
-            lambda self, i, g, count=CoreReducer._count: (told.append(i), count(self, i, g))[1],
-        )
+    reducer = ddp.Reducer(model, **SEVERAL)
+    original = CoreReducer._count
+    with patch.object(CoreReducer, "_count", autospec=True, side_effect=original) as count:
         once(model, model, 0, world.rank)
-        assert len(told) == 2 * LAYERS
-        told.clear()
+        assert count.call_count == 2 * LAYERS
+        count.reset_mock()
         once(model, model, 1, world.rank)
-    assert told == [reducer.names.index(reducer.ready_order[0])]
+    first = reducer.names.index(reducer.ready_order[0])
+    assert [call.args[1] for call in count.mock_calls] == [first]
     assert "a hook per bucket" in repr(reducer)
 
 
@@ -171,17 +165,10 @@ def without_a_gradient(model, world):
 
 
 def raises(model, world):
-    x = inputs(3, world.rank).requires_grad_()
-    y = model.layers[0](x)
-
-    def fail(gradient):
-        raise ArithmeticError
-
-    y.register_hook(fail)
-    for index in range(1, LAYERS):
-        y = model.layers[index](y)
-    with pytest.raises(ArithmeticError):
-        y.sum().backward()
+    handle = model.layers[0].bias.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        once(model, model, 3, world.rank)
+    handle.remove()
 
 
 def noted_alone(model, world):
@@ -192,9 +179,8 @@ def noted_alone(model, world):
 def sparse(model, world):
     layer, row = model.layers[2], torch.tensor([1])
     # In its place, so that the gradient arrives where the order expects it.
-    layer.forward = lambda x: (
-        x + nn.functional.embedding(row, layer.weight, sparse=True) + layer.bias
-    )
+    looked_up = partial(nn.functional.embedding, row, sparse=True)
+    layer.forward = lambda x: x + looked_up(layer.weight) + layer.bias
     once(model, model, 3, world.rank)
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_from_scratch import SGD, Adam, AdamW, NodeSharedAdam, Reducer
 from ddp_from_scratch.core.bucket import BucketState
 from ddp_from_scratch.optim.flat_params import FlatParams
-from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule, UpdateRule
+from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule
 from tests.support.on_ranks import on
 from tests.support.optimizer_pair import (
     ADAMW,
@@ -102,19 +102,13 @@ def test_parameters_begin_where_products_have_torchs_bits():
 
 @pytest.mark.parametrize(("options", "rule"), [(MOMENTUM, SGDRule), (ADAMW, AdamRule)])
 @pytest.mark.parametrize("widths", [(16, 32, 48, 16, 32), (15, 33, 48, 17, 2)], ids=["even", "odd"])
-def test_one_call_per_bucket(monkeypatch, options, rule, widths):
+def test_one_call_per_bucket(options, rule, widths):
     """Of one part, where sizes are multiples of 16 elements; else of the pieces between gaps."""
-    sizes: list[list[int]] = []
     pair = Pair(lambda: Layers(*((1, k) for k in widths), (1, 30_000)), **options)
     pair.train(2)
-    original = rule.update_flat
-
-    def record(self: UpdateRule, columns: Any, *arguments: Any) -> None:
-        sizes.append([parameter.numel() for parameter in columns[0]])
-        original(self, columns, *arguments)
-
-    monkeypatch.setattr(rule, "update_flat", record)
-    pair.train(1)
+    with patch.object(rule, "update_flat", autospec=True, side_effect=rule.update_flat) as update:
+        pair.train(1)
+    sizes = [[parameter.numel() for parameter in call.args[1][0]] for call in update.mock_calls]
     buckets = pair.reducer.flat_buckets
     assert 1 < len(buckets) < len(list(pair.ours.parameters()))
     assert len(sizes) == len(buckets)

@@ -90,9 +90,9 @@ def resumed(world, kind, settings):
 
     def trained(optimizer_class, states, steps):
         model, _, optimizer = made(optimizer_class, settings, find_unused_parameters=True)
-        in_one = isinstance(optimizer, node_shared(kind))
+        in_one = getattr(optimizer, "backward_and_step", None)
         if in_one:
-            optimizer.backward_and_step(loss_of(model, world, 9))  # moves the parameters
+            in_one(loss_of(model, world, 9))  # moves the parameters
             dist.barrier()
         if states is not None:
             model.load_state_dict(states[0])
@@ -102,7 +102,7 @@ def resumed(world, kind, settings):
             optimizer.zero_grad()
             loss = loss_of(model, world, step)
             if in_one:
-                optimizer.backward_and_step(loss)
+                in_one(loss)
             else:
                 loss.backward()
                 optimizer.step()
@@ -117,24 +117,21 @@ def resumed(world, kind, settings):
 
 
 @each_kind
-@pytest.mark.parametrize(
-    ("backend", "what"), [("gloo", one_copy), ("gloo", resumed), slow("mpi", one_copy)]
-)
-def test_all_ranks_have_the_same_memory_and_states_go_both_ways(
-    ranks, backend, what, kind, settings
-):
+@pytest.mark.parametrize("case", [("gloo", one_copy), ("gloo", resumed), slow(("mpi", one_copy))])
+def test_all_ranks_have_the_same_memory_and_states_go_both_ways(ranks, case, kind, settings):
+    backend, what = case
     ranks(backend, 2)(what, kind, settings)
 
 
 X = torch.ones(1, 3)
 
 
-def linear(group=None, model=None, same=True, **options):
+def linear(group=None, model=None, same=True, kind="SGD", settings=None, **options):
     model = model or nn.Linear(3, 3)
     if same:
         ddp.broadcast_parameters(model, process_group=group)
     reducer = ddp.Reducer(model, group, **options)
-    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, reducer=reducer)
+    optimizer = node_shared(kind)(model.parameters(), **settings or {"lr": 0.1}, reducer=reducer)
 
     def step(x=X):
         optimizer.zero_grad()
@@ -165,11 +162,9 @@ def test_refuses_unlike_parameters_and_unlike_steps(world):
         step()
     for changed in ({"lr": 0.2}, {"betas": (0.9, 0.9)}, {"step": 1}, {"weight_decay": 0.0}):
         group = dist.new_group(timeout=timedelta(seconds=20))
-        model = nn.Linear(3, 3)
-        ddp.broadcast_parameters(model, process_group=group)
-        reducer = ddp.Reducer(model, group)
-        optimizer = ddp.NodeSharedAdamW(model.parameters(), torch.tensor(0.1), reducer=reducer)
-        optimizer.backward_and_step(model(X).sum())
+        settings = {"lr": torch.tensor(0.1)}
+        model, _, optimizer, step = linear(group, kind="AdamW", settings=settings)
+        step()
         if world.rank:
             optimizer.param_groups[0].update(changed)
             if "step" in changed:
@@ -177,7 +172,7 @@ def test_refuses_unlike_parameters_and_unlike_steps(world):
         told = r"different operations.*step with lr=0\.1"
         told += r".*lr=0\.2" if changed == {"lr": 0.2} else ""
         with pytest.raises(RuntimeError, match=told):
-            optimizer.backward_and_step(model(X).sum())
+            step()
 
 
 @on("gloo-2")
@@ -217,12 +212,9 @@ def test_takes_all_parameters_but_those_that_are_ignored(world):
 def test_gives_memory_that_was_moved_from_back(world):
     group = dist.new_group()
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
-    ddp.broadcast_parameters(model, process_group=group)
-    reducer = ddp.Reducer(model, group, bucket_cap_mb=0)
-    optimizer = ddp.NodeSharedSGD(model.parameters(), lr=0.1, momentum=0.9, reducer=reducer)
+    *_, step = linear(group, model, settings={"lr": 0.1, "momentum": 0.9}, bucket_cap_mb=0)
     for _ in range(4):
-        optimizer.zero_grad()
-        optimizer.backward_and_step(model(torch.ones(1, 512)).sum())
+        step(torch.ones(1, 512))
     beside = shared_memory_beside(group)
     # For each of four runs one of parameters and one of momentum, and one for all gradients.
     assert len(beside._windows._memories) == 9
@@ -255,10 +247,8 @@ def test_returns_when_all_shares_are_written(world):
         came.add_(world.rank == 0)
         return barrier()
 
-    with (
-        patch.object(group, "reduce_to_owners", slowly),
-        patch.object(group, "barrier", at_the_end),
-    ):
+    changed = {"reduce_to_owners": slowly, "barrier": at_the_end}
+    with patch.multiple(group, **changed):
         step(torch.ones(1, 300))
     seen = model.weight.detach().clone()
     came.add_(world.rank == 0)
@@ -282,9 +272,7 @@ def test_refuses_gradients_that_are_not_shared(world):
     with pytest.raises(ValueError, match="that the machine's ranks share, and there was none"):
         ddp.NodeSharedSGD(model.parameters(), reducer=reducer)
     copied = copy.deepcopy(ddp.DistributedDataParallel(nn.Linear(3, 3)))
-    with pytest.raises(
-        ValueError, match=r"there was none: .* or its module is a copy of a wrapped"
-    ):
+    with pytest.raises(ValueError, match=r"there was none: .* or its module is a copy of a wrapp"):
         ddp.NodeSharedSGD(copied.parameters(), reducer=copied.reducer)
     wrapped = ddp.DistributedDataParallel(copied.module)
     ddp.NodeSharedSGD(wrapped.parameters(), reducer=wrapped.reducer)

@@ -61,8 +61,8 @@ def beside_torch(make, run):
         for net in models:
             torch.manual_seed(step)
             net.zero_grad()
-            x = run(net)
-            found.append([t.grad for t in (*net.parameters(), *x)])
+            inputs = run(net) or []
+            found.append([t.grad for t in (*net.parameters(), *inputs)])
         assert all(map(torch.equal, *found))
     return arrived
 
@@ -81,7 +81,6 @@ def look_up(*tokens, shape=None, dtype=torch.int64):
         found = torch.randint(11, shape) if shape else torch.tensor(tokens, dtype=dtype)
         out = net(found)
         (out.tanh() * torch.randn(out.shape[-1], dtype=out.dtype)).sum().backward()
-        return []
 
     return run
 
@@ -123,18 +122,15 @@ def in_autocast(net):
     with torch.autocast("cpu", torch.bfloat16):
         loss = net(X).sum()
     loss.backward()
-    return []
 
 
 def complex_numbers(net):
     net(X * (1 + 2j)).abs().pow(2).sum().backward()
-    return []
 
 
 def accumulated(net):
     net.first.weight.grad = torch.ones_like(net.first.weight)
     net(X).sum().backward()
-    return []
 
 
 OTHERS = {
@@ -158,16 +154,20 @@ def test_other_gradients_take_memory_of_their_own(name):
 TOKENS = torch.tensor([[5, 0, 5, 5], [10, 5, 0, 0]])
 
 
+def fused(model, inputs):
+    """With buckets in their final layout."""
+    ddp.Reducer(model, fuse_wgrad=True)
+    model(inputs).sum().backward()
+    model.zero_grad()
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "inputs"), [(partial(nn.Linear, bias=False), X), (nn.Embedding, TOKENS)]
 )
 def test_another_tensor_in_a_weights_place_and_a_weight_that_changes(make, inputs):
     """The one gets a gradient of its own; the other may change where backward does not read it."""
-    model = make(24, 24)
-    ddp.Reducer(model, fuse_wgrad=True)
-    model(inputs).sum().backward()
-    model.zero_grad()
-    other = torch.ones(24, 24, requires_grad=True)
+    model, other = fused(make(24, 24), inputs), torch.ones(24, 24, requires_grad=True)
     torch.func.functional_call(model, {"weight": other}, (inputs,)).square().sum().backward()
     kept = other.grad.clone()
     loss = model(inputs).sum()
@@ -179,10 +179,7 @@ def test_another_tensor_in_a_weights_place_and_a_weight_that_changes(make, input
 
 
 def test_torch_autograd_grad_gets_tensors_of_its_own():
-    model = Net()
-    ddp.Reducer(model, fuse_wgrad=True)
-    model(X).sum().backward()  # the buckets get their final layout
-    model.zero_grad()
+    model = fused(Net(), X)
     (mine,) = torch.autograd.grad(model(X).sum(), [model.first.weight])
     kept = mine.clone()
     model(3 * X).sum().backward()

@@ -14,9 +14,9 @@ from ddp_from_scratch import Reducer
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
-from tests.core.test_comm_hooks import is_rank_0s
 from tests.support.machines import group_over, machines
 from tests.support.on_ranks import on
+from tests.support.terms import is_rank_0s
 from tests.support.tiers import slow
 
 
@@ -30,6 +30,12 @@ class Given(nn.Module):
 
     def forward(self, gradient, other):
         return (self.matrix * gradient).sum() + (self.vector * other).sum()
+
+
+def compressed(state, hook=power_sgd_hook, **options):
+    model = Given()
+    Reducer(model, state.process_group, **options).register_comm_hook(state, hook)
+    return model
 
 
 def average_of(world, model, gradient, other):
@@ -60,11 +66,10 @@ def test_a_gradient_of_that_rank_is_averaged_exactly(world, how):
     """The average has rank 2 and so the first compressed step finds it."""
     torch.manual_seed(0)
     left, right = torch.randn(12, 2), torch.randn(2, 10)
-    model = Given()
-    reducer = Reducer(model, gradient_as_bucket_view=how != "copy")
     state = PowerSGDState(rank=2, start=2)
     wrapped = default_hooks.bf16_compress_wrapper(power_sgd_hook)
-    reducer.register_comm_hook(state, wrapped if "wrapper" in how else power_sgd_hook)
+    hook = wrapped if "wrapper" in how else power_sgd_hook
+    model = compressed(state, hook, gradient_as_bucket_view=how != "copy")
     n, rounded = world.world_size, "wrapper" in how
     for step in range(5):
         gradient = (world.rank + 1) * (left @ right)
@@ -84,9 +89,7 @@ def test_what_one_step_leaves_out_comes_later(world):
     """One gradient again and again: with error feedback the averages add up to it."""
     torch.manual_seed(world.rank)
     gradient = torch.randn(12, 10)
-    model = Given()
-    reducer = Reducer(model)
-    reducer.register_comm_hook(PowerSGDState(rank=1, start=2), power_sgd_hook)
+    model = compressed(PowerSGDState(rank=1, start=2))
     total = torch.zeros(12, 10)
     for _ in range(202):
         expected = average_of(world, model, gradient, 0.0)
@@ -106,15 +109,13 @@ def average_random(world, model, step):
 @as_if_apart
 def test_it_goes_on_from_a_checkpoint(world):
     """From what was remembered, under another cap and so in other buckets."""
-    models = [Given() for _ in range(3)]
-    states = [PowerSGDState(rank=2, start=1) for _ in models]
-    Reducer(models[0]).register_comm_hook(states[0], power_sgd_hook)
+    states = [PowerSGDState(rank=2, start=1) for _ in range(3)]
+    models = [compressed(states[0]), *(compressed(s, bucket_cap_mb=0) for s in states[1:])]
     for step in range(4):
         average_random(world, models[0], step)
     saved = copy.deepcopy(states[0].state_dict(models[0]))
     assert list(saved["qs"]) == list(saved["errors"]) == ["matrix"]
     for model, state in zip(models[1:], states[1:], strict=True):
-        Reducer(model, bucket_cap_mb=0).register_comm_hook(state, power_sgd_hook)
         state.load_state_dict(model, saved)
         # The mean of all ranks' errors does what each rank's own does, but for rounding.
         saved = copy.deepcopy(saved)
@@ -137,8 +138,7 @@ def test_an_overflow_is_not_remembered(world, view):
     """An overflow on one rank is seen by all, and the next average is as if it had not been."""
     expected = None
     for infinite in (False, True):
-        model, state = Given(), PowerSGDState(rank=2, start=0)
-        Reducer(model, gradient_as_bucket_view=view).register_comm_hook(state, power_sgd_hook)
+        model = compressed(PowerSGDState(rank=2, start=0), gradient_as_bucket_view=view)
         average_random(world, model, 0)
         if infinite:
             gradient = torch.ones(12, 10)
@@ -152,9 +152,8 @@ def test_an_overflow_is_not_remembered(world, view):
 
 @on("gloo-2")
 def test_on_one_machine_nothing_is_compressed(world):
-    model, state = Given(), PowerSGDState(rank=1, start=1)
-    Reducer(model).register_comm_hook(state, power_sgd_hook)
-    full = Given()
+    state, full = PowerSGDState(rank=1, start=1), Given()
+    model = compressed(state)
     Reducer(full)
     for step in range(3):
         found, expected = (average_random(world, each, step) for each in (model, full))
@@ -173,12 +172,8 @@ def test_on_one_machine_nothing_is_compressed(world):
 def low_rank_between(world, sizes):
     """As one rank a machine, with the mean of its ranks' gradients and as much weight."""
     group, alone = group_over(world, sizes), [1] * world.world_size
-    models = [Given() for _ in range(2)]
     states = [PowerSGDState(1, 1, g) for g in (group, group_over(world, alone))]
-    for model, state in zip(models, states, strict=True):
-        reducer = Reducer(model, state.process_group)
-        reducer.register_comm_hook(state, power_sgd_hook)
-        assert ("by shared memory" in repr(reducer)) == (state is states[0])
+    models = [*map(compressed, states)]
     mine = machines(sizes, world.rank)
     for step in range(5):
         each = [

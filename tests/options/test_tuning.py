@@ -18,15 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.options import tuning as bucket_tuning
-from ddp_from_scratch.options.tuning import (
-    BucketTuning,
-    Candidate,
-    Trial,
-    candidates,
-    choose,
-    trials,
-)
+from ddp_from_scratch.options import tuning
+from ddp_from_scratch.options.tuning import BucketTuning, Candidate, Trial
 from ddp_from_scratch.training.engine import buckets_to_begin_with
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.report import Report
@@ -35,21 +28,19 @@ from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 
 SMALL, LARGE, ALL = 8 * BYTES, 16 * BYTES, math.inf
-
-
 A, A_AFTER, B = Candidate(1.0, True), Candidate(1.0, False), Candidate(math.inf, True)
 
 
 def test_caps_that_lay_out_alike_are_one_and_one_bucket_is_not_tried_twice():
     layouts = {1.0: [(0,), (1,)], 4.0: [(0,), (1,)], math.inf: [(0, 1)]}
-    assert candidates(layouts, overlap=True) == [[A, A_AFTER], [B]]
-    assert candidates(layouts, overlap=False) == [[A_AFTER], [Candidate(math.inf, False)]]
+    assert tuning.candidates(layouts, overlap=True) == [[A, A_AFTER], [B]]
+    assert tuning.candidates(layouts, overlap=False) == [[A_AFTER], [Candidate(math.inf, False)]]
 
 
 def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
     first = [Trial(A, False), *[Trial(A, True), Trial(A_AFTER, True)] * 2]
     second = [Trial(B, False), Trial(B, True), Trial(B, True)]
-    found = trials([[A, A_AFTER], [B]], rounds=3)
+    found = tuning.trials([[A, A_AFTER], [B]], rounds=3)
     assert found == [*first, *second, *second, *first, *first, *second]
 
 
@@ -69,14 +60,11 @@ def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
     ids=["shortest", "tie", "overlap", "pause", "noise", "no noise", "slow for a while"],
 )
 def test_choice(times, chosen):
-    assert choose(times) == chosen
-
-
-Cost = Callable[[Candidate], float]
+    assert tuning.choose(times) == chosen
 
 
 @contextmanager
-def clock_of(cost: Cost) -> Iterator[Callable[..., Any]]:
+def clock_of(cost: Callable[[Candidate], float]) -> Iterator[Callable[..., Any]]:
     """A step takes what `cost` says of the way it was done in; caps are of a few bytes.
 
     Yields a function that makes the Reducer, or the wrapper, whose steps are timed.
@@ -95,16 +83,16 @@ def clock_of(cost: Cost) -> Iterator[Callable[..., Any]]:
         return made
 
     caps = (SMALL, LARGE, ALL)
-    with patch.object(bucket_tuning, "CAPS", caps), patch.object(bucket_tuning, "clock", clock):
+    with patch.object(tuning, "CAPS", caps), patch.object(tuning, "clock", clock):
         yield make
 
 
-def rank_0_is_misled(world) -> Cost:
+def rank_0_is_misled(world):
     """What takes the longest rank the least is LARGE at the end; on rank 0 it is SMALL."""
     mine = {SMALL: 1.0, LARGE: 3.0, ALL: 6.0}
     if world.rank == 1:
         mine[SMALL] = 5.0
-    mine[bucket_tuning.DEFAULT] = 0.0  # before the first trial
+    mine[tuning.DEFAULT] = 0.0  # before the first trial
 
     def cost(candidate: Candidate) -> float:
         at_end = candidate.bucket_cap_mb == LARGE and not candidate.overlap
@@ -115,6 +103,12 @@ def rank_0_is_misled(world) -> Cost:
 
 def one_bucket_is_best(candidate: Candidate) -> float:
     return 1.0 if candidate.bucket_cap_mb == ALL else 2.0
+
+
+def averaged(reducer, world):
+    reducer.module.zero_grad()
+    reducer.module(own(world)).backward()
+    assert_grads(reducer.module, mean(world))
 
 
 def searched(world, options):
@@ -132,19 +126,14 @@ def searched(world, options):
             with recorded("all_reduce") as sent:
                 model(own(world), use).backward()
             assert_grads(model, 2 * mean(world))
-            assert sent[: len(ways[-1][0])] == [_numel(model, names) for names in ways[-1][0]]
+            sizes = [[getattr(model, n).numel() for n in names] for names in ways[-1][0]]
+            assert sent[: len(sizes)] == [sum(each) for each in sizes]
         # Settled: the clock, for which a GPU is waited, is looked at no more.
-        with patch.object(bucket_tuning, "clock", None):
-            for _ in range(2):
-                model.zero_grad()
-                model(own(world)).backward()
-                assert_grads(model, mean(world))
+        with patch.object(tuning, "clock", None):
+            averaged(reducer, world)
+            averaged(reducer, world)
     reducer.remove()
     return ways, (reducer.bucket_cap_mb, reducer.overlap), reducer.buckets
-
-
-def _numel(model: nn.Module, names: tuple[str, ...]) -> int:
-    return sum(model.get_parameter(name).numel() for name in names)
 
 
 KINDS = {
@@ -153,12 +142,16 @@ KINDS = {
     "static": {"static_graph": True},
     "ready order": {"ready_order": ["p0", "p1", "p2", "p3"]},
 }
-
-
-EXPECTED = {
+ORDERED = {
     SMALL: (("p0", "p1"), ("p2",), ("p3",)),  # 4 + 8, 12 and 16 bytes
     LARGE: (("p0", "p1", "p2"), ("p3",)),
     ALL: (("p0", "p1", "p2", "p3"),),
+}
+# Where no order is agreed on, the reverse of registration stays.
+REVERSED = {
+    SMALL: (("p3",), ("p2",), ("p1",), ("p0",)),
+    LARGE: (("p3",), ("p2", "p1"), ("p0",)),
+    ALL: (("p3", "p2", "p1", "p0"),),
 }
 
 
@@ -167,28 +160,14 @@ def test_ranks_choose_the_same_whatever_their_clocks_say(ranks, kind):
     (ways, chosen, buckets), other = ranks("gloo", 2)(searched, KINDS[kind])
     assert other == (ways, chosen, buckets)
     assert chosen == (LARGE, False)
-    expected = EXPECTED
-    if kind == "unused":  # no order is agreed on: the reverse of registration stays
-        expected = {
-            SMALL: (("p3",), ("p2",), ("p1",), ("p0",)),
-            LARGE: (("p3",), ("p2", "p1"), ("p0",)),
-            ALL: (("p3", "p2", "p1", "p0"),),
-        }
+    expected = REVERSED if kind == "unused" else ORDERED
     assert buckets == expected[LARGE]
     known = 1 if kind in ("unused", "ready order") else 2
     first = [(expected[SMALL], True), *[(expected[SMALL], True), (expected[SMALL], False)] * 2]
     assert ways[known : known + 5] == first
-    assert len(ways) == known + bucket_tuning.ROUNDS * (5 + 5 + 3)
+    assert len(ways) == known + tuning.ROUNDS * (5 + 5 + 3)
     # Only the first layout's turn may show it in the first round: each has one in every round.
     assert {way for way, _ in ways[known : known + 13]} == set(expected.values())
-
-
-def settle(reducer, world):
-    while reducer.bucket_cap_mb is None:
-        reducer.module.zero_grad()
-        reducer.module(own(world)).backward()
-        assert_grads(reducer.module, mean(world))
-    return reducer.bucket_cap_mb, reducer.overlap
 
 
 @on("gloo-2")
@@ -244,7 +223,8 @@ def test_a_hook_that_may_remember_buckets_is_refused_until_they_stay(world):
         told = '(?s)(?=.*powerSGD_hook).*bucket_cap_mb="auto" has not settled'
         with pytest.raises(RuntimeError, match=told):
             reducer.register_comm_hook(state, powerSGD_hook)
-        settle(reducer, world)
+        while reducer.bucket_cap_mb is None:
+            averaged(reducer, world)
         reducer.register_comm_hook(state, powerSGD_hook)
 
 
@@ -254,10 +234,9 @@ def test_a_rank_without_data_goes_along(world):
         reducer = make(Terms(1, 2, 3, 4))
         with ddp.join(reducer):
             for _ in range(80 if world.rank == 1 else 10):
-                reducer.module.zero_grad()
                 reducer.module(own(world)).backward()
     assert (reducer.bucket_cap_mb, reducer.overlap) == (LARGE, False)
-    assert reducer.buckets == (("p3",), ("p2", "p1"), ("p0",))
+    assert reducer.buckets == REVERSED[LARGE]
 
 
 def run(world, folder, resume):

@@ -200,9 +200,10 @@ class Operation:
         return handle, outputs, [np.concatenate(received)]
 
     def all_to_all_evenly(self) -> Started:
-        whole = self.count * self.size
-        outputs = self.empty(whole)
-        handle = dist.all_to_all_single(*outputs, self.mine(whole), **self.on)
+        """Rows of two elements, as many for each, which torch is given no counts of."""
+        whole = 2 * self.count * self.size
+        outputs, given = self.empty(whole), self.mine(whole)
+        handle = dist.all_to_all_single(outputs[0].view(-1, 2), given.view(-1, 2), **self.on)
         return handle, outputs, [np.concatenate([*map(self.my_part, self.everyones(whole))])]
 
     def ring(self) -> Started:

@@ -76,3 +76,9 @@ def as_large() -> Iterator[None]:
 
 def grads_of(model: nn.Module) -> list[float | None]:
     return [None if p.grad is None else p.grad[0].item() for p in model.parameters()]
+
+
+def is_rank_0s(tensor: torch.Tensor) -> bool:
+    theirs = tensor.detach().clone()
+    dist.broadcast(theirs, 0)
+    return torch.equal(theirs, tensor)
