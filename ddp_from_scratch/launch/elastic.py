@@ -9,8 +9,7 @@ cannot split into two halves that both continue.
     agent        adds to the announcement that a member has arrived, and the steps when all have
     process      opens the group; asks for the next generation when it has lost a peer, or to join
 
-A process only reads the announcement, and the agent each process's report, so the number of
-messages grows with the number of processes and not with its square.
+A process reads only the announcement; the agent alone reads every report.
 """
 
 import json

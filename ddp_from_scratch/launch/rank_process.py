@@ -212,7 +212,5 @@ def give_up(stream: TextIO, error: OSError) -> None:
     os.dup2(null, stream.fileno())
     os.close(null)
     if stream is sys.stdout:
-        text = (
-            f"warning: standard output cannot be written to ({error.strerror}): continuing without"
-        )
-        write_line(text, sys.stderr)
+        why = f"warning: standard output cannot be written to ({error.strerror})"
+        write_line(f"{why}: continuing without", sys.stderr)

@@ -87,10 +87,8 @@ def make_loader(
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
     sampler: Iterable[int] = range(world.rank, size, world.world_size)
     if train:
-        parts, of = (
-            settings.parts(world.world_size),
-            "virtual ranks" if settings.virtual_ranks else "ranks",
-        )
+        parts = settings.parts(world.world_size)
+        of = "virtual ranks" if settings.virtual_ranks else "ranks"
         if size < parts * batch_size:
             raise UsageError(
                 f"the training images must fill one batch of {batch_size} on each of "

@@ -40,25 +40,24 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         # Equal on all ranks, which read the same command line.
         least = sum(_counts(settings, options))
         settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
+    launcher = environment.launcher()
     # The interactive shell of `srun --pty bash` is a step with a single task.
-    in_slurm_shell = (
-        environment.launcher() == "srun" and environment.started() == 1 and options.nproc
-    )
-    if environment.launcher() == "none" or in_slurm_shell:
+    in_slurm_shell = launcher == "srun" and environment.started() == 1 and options.nproc
+    if launcher == "none" or in_slurm_shell:
         code = _start(settings, options, [sys.executable, *program, *arguments])
         if code is not None:
             return code
     elif not environment.started_here():
         if settings.elastic:
             raise UsageError(
-                f"--elastic is for starting without a launcher: {environment.launcher()} ends or "
-                f"restarts all ranks when one fails"
+                f"--elastic is for starting without a launcher: {launcher} ends or restarts all "
+                f"ranks when one fails"
             )
         for name in ("nproc", "node_rank", "master_addr", "master_port"):
             if getattr(options, name) is not None:
                 raise UsageError(
-                    f"{option_of(name)} is for starting without a launcher, but "
-                    f"{environment.launcher()} has started this process already: leave it out"
+                    f"{option_of(name)} is for starting without a launcher, but {launcher} has "
+                    f"started this process already: leave it out"
                 )
 
     from ddp_from_scratch.training.evaluate import test
@@ -88,14 +87,10 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
-    if (
-        settings.elastic
-        and settings.virtual_ranks is not None
-        and settings.virtual_ranks < sum(counts)
-    ):
+    parts = settings.virtual_ranks
+    if settings.elastic and parts is not None and parts < sum(counts):
         raise UsageError(
-            f"--virtual-ranks must be at least as many as ranks, got {settings.virtual_ranks} of "
-            f"{sum(counts)}"
+            f"--virtual-ranks must be at least as many as ranks, got {parts} of {sum(counts)}"
         )
     # A single rank needs no agent: this process trains.
     if counts == (1,):
