@@ -119,4 +119,6 @@ def test_a_failure_of_nccl_is_the_ranks_own_or_a_lost_peer(monkeypatch, capfd, t
     with pytest.raises(SystemExit) as ended:
         rank_process.run_to_exit(Mock(side_effect=dist.DistBackendError(text)))
     assert ended.value.code == 1
-    assert capfd.readouterr().err.startswith(expected)
+    told = capfd.readouterr().err
+    assert told.startswith(expected)
+    assert told.count("\n") == 1
