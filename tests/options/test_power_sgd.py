@@ -69,7 +69,8 @@ def test_a_gradient_of_that_rank_is_averaged_exactly(world, how):
     state = PowerSGDState(rank=2, start=2)
     wrapped = default_hooks.bf16_compress_wrapper(power_sgd_hook)
     hook = wrapped if "wrapper" in how else power_sgd_hook
-    model = compressed(state, hook, gradient_as_bucket_view=how != "copy")
+    caps = {"bucket_cap_mb": 0} if how == "copy" else {}  # a bucket of each parameter
+    model = compressed(state, hook, gradient_as_bucket_view=how != "copy", **caps)
     n, rounded = world.world_size, "wrapper" in how
     for step in range(5):
         gradient = (world.rank + 1) * (left @ right)
