@@ -103,7 +103,7 @@ class ElasticRun:
         while not self._membership.in_group:
             try:
                 meeting = self._membership.meet(self.step)
-                if not meeting.alike:
+                if not meeting.same_state:
                     self._take_state(meeting.source or 0)
                 self._membership.note_state()
             except Exception as error:

@@ -39,7 +39,7 @@ class Meeting(NamedTuple):
     """The state of the ranks that meet in a new generation."""
 
     source: int | None  # the first rank with the most finished steps; None if no rank has state
-    alike: bool  # True if all have finished the same number of steps: their states are equal
+    same_state: bool  # True if all have finished the same number of steps
 
 
 def tcp_store() -> dist.TCPStore:
@@ -124,7 +124,7 @@ class Membership:
             steps, last = generation.steps, max(generation.steps)
             self.took_over = rank == 0 and (self._said.most_ranks > 0 or self._number > 0)
             source = None if last == NO_STATE else steps.index(last)
-            return Meeting(source, alike=source is not None and min(steps) == last)
+            return Meeting(source, same_state=source is not None and min(steps) == last)
 
     def note_state(self) -> None:
         """Tells the agent that this process has state with which others can continue."""

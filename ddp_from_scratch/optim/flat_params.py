@@ -131,8 +131,8 @@ class FlatParams:
         if len(members) == len(ages) and len(set(ages)) == 1:
             return [(0, len(ages), ages[0])]
         # Neighbours have the same distance between index and position in `members`.
-        alike = groupby(enumerate(members), lambda row: (row[1] - row[0], ages[row[1]]))
-        parts = [(age, [index for _, index in rows]) for (_, age), rows in alike]
+        stretches = groupby(enumerate(members), lambda row: (row[1] - row[0], ages[row[1]]))
+        parts = [(age, [index for _, index in rows]) for (_, age), rows in stretches]
         return [(part[0], part[-1] + 1, age) for age, part in parts]
 
     def update(

@@ -82,7 +82,7 @@ class Checks(Extension):
             raise RuntimeError(
                 f"a forward pass on rank {reducer.rank} has written "
                 f"to {shortened(written)}, which other ranks may not have: write to parameters "
-                f"after the step, alike on every rank; or let the Reducer compare ranks, with "
+                f"after the step, equally on all ranks; or let the Reducer compare ranks, with "
                 f"check_every=N"
             )
 

@@ -89,7 +89,7 @@ def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
     """
     # Steps are compared within a round, because a machine that is slow for a while slows all of
     # them. Medians ignore the occasional step with an evaluation or a slow batch.
-    usual = [statistics.median(alike) for alike in zip(*times.values(), strict=True)]
+    usual = [statistics.median(of_all) for of_all in zip(*times.values(), strict=True)]
     medians = {
         candidate: statistics.median(map(truediv, steps, usual))
         for candidate, steps in times.items()

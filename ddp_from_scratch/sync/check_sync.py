@@ -73,7 +73,7 @@ def _weights() -> torch.Tensor:
 EVERY_AFTER_WRITES = 100
 _WRITTEN = (
     "Forward passes write to parameters, so ranks are compared: write to them after the step, "
-    "alike on every rank, or keep in a buffer what follows a rank's data; and take no step on "
+    "equally on all ranks, or keep in a buffer what follows a rank's data; and take no step on "
     "gradients that are not averaged"
 )
 

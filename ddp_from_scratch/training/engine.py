@@ -224,7 +224,7 @@ class Engine:
             self.data = RankData(self.images, self.settings, self.world)
             if not self.writes:
                 self._open_outputs()
-        if meeting.source is None or meeting.alike:
+        if meeting.source is None or meeting.same_state:
             return None
         mine = None
         if self.world.rank == meeting.source:

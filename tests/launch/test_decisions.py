@@ -176,6 +176,10 @@ ELASTIC = {
         " | ends 3 0",
         *(0, "-, -, -, -", (KILLED_1,)),
     ),
+    "arrivals are announced": Case(
+        "arrives 0 | announced nothing | train 1 | announced begun | train 02 | announced all 000",
+        None,
+    ),
     "one that lost a peer asks": Case(
         "train 012 | asks 2 | generation 2 012 | wait 30 | generation 2 012", None
     ),

@@ -174,7 +174,11 @@ def low_rank_between(world, sizes):
     """As one rank a machine, with the mean of its ranks' gradients and as much weight."""
     group, alone = group_over(world, sizes), [1] * world.world_size
     states = [PowerSGDState(1, 1, g) for g in (group, group_over(world, alone))]
-    models = [*map(compressed, states)]
+    models = [Given() for _ in range(2)]
+    for model, state in zip(models, states, strict=True):
+        reducer = Reducer(model, state.process_group)
+        reducer.register_comm_hook(state, power_sgd_hook)
+        assert ("by shared memory" in repr(reducer)) == (state is states[0])
     mine = machines(sizes, world.rank)
     for step in range(5):
         each = [

@@ -302,8 +302,8 @@ class Oracle:
         # Where only some ranks get an error the others wait for them. A hook that may start several
         # collectives is awaited in each pass: there a rank fails, too, whose bucket others lack.
         partly = [t for t, is_complete in zip(touched, complete, strict=True) if not is_complete]
-        alike = all(t == partly[0] for t in partly) and len(partly) < len(touched)
-        divided = self._whole.divided and (alike or self._whole.hook in (None, "allreduce_hook"))
+        same = all(t == partly[0] for t in partly) and len(partly) < len(touched)
+        divided = self._whole.divided and (same or self._whole.hook in (None, "allreduce_hook"))
         meet = not overlapping and (all(complete) or divided or op.no_sync)
         if plain and any(t != touched[0] for t in touched) and not meet:
             return None
