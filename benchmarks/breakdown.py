@@ -54,7 +54,7 @@ from ddp_from_scratch.bench.contenders import (
 )
 from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.timing import WARM_UP, check_equal, interleave, rounds_for
+from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS
@@ -215,9 +215,10 @@ def measure(options: argparse.Namespace) -> None:
             torch.manual_seed(world.rank)
             compared = contenders(WORKLOADS[model], world.device, chosen(options, backend))
             title = f"{WORKLOADS[model].name}; {backend}, {world.world_size} ranks"
+            warm_up(compared)
+            check_equal(compared)
             rounds = rounds_for(options.seconds, options.rounds, world.device, title)
             samples, parts = take_apart(compared, rounds, world.device)
-            check_equal(compared)
             if world.rank == 0:
                 count = len(samples[0].milliseconds)
                 print(f"\n{title}, {count} steps each, ms\n{table(samples, parts)}", flush=True)
@@ -253,9 +254,9 @@ def take_apart(
         samples = interleave([clock.timed(contender) for contender in compared], rounds, device)
     parts: list[Parts] = []
     for contender in compared:
-        of_rounds = clock.steps[contender.name][WARM_UP:]  # the rounds of `samples`
+        of_rounds = clock.steps[contender.name]
         steps = [[step[part] for part in (*PARTS, OTHERS)] for step in of_rounds]
-        mean = torch.tensor(steps, dtype=torch.float64)
+        mean = torch.tensor(steps, dtype=torch.float64, device=device)
         dist.all_reduce(mean)
         columns = (1e3 * mean / dist.get_world_size()).T.tolist()
         parts.append(dict(zip((*PARTS, OTHERS), columns, strict=True)))

@@ -48,7 +48,7 @@ from ddp_from_scratch.bench.contenders import (
 )
 from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.samples import Interval, Samples, median_interval
-from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for
+from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
@@ -168,9 +168,10 @@ def measure(options: argparse.Namespace) -> None:
             auto = ContenderSpec(AUTO, reducer(**chosen, **VIEWS))
             compared = contenders(workload, world.device, [*specs(options.cap, backend), auto])
             title = f"{workload.name}; {backend}, {world.world_size} ranks"
+            warm_up(compared)
+            check_equal(compared)
             rounds = rounds_for(options.seconds, options.rounds, world.device, title)
             samples = interleave(compared, rounds, world.device)
-            check_equal(compared)
             if world.rank == 0:
                 report(options, world, model, title, samples, chosen)
             compared.clear()

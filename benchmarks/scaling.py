@@ -50,7 +50,7 @@ from ddp_from_scratch import UsageError, mpi, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, OPTIMIZERS, Contender
 from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.timing import check_equal, interleave
+from ddp_from_scratch.bench.timing import check_equal, interleave, warm_up
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import start
 from ddp_from_scratch.launch import environment
@@ -190,8 +190,9 @@ def measure_steps(shape: Shape, rounds: int, device: torch.device) -> dict[str, 
     batch = torch.randn(shape.batch, shape.width), torch.randint(shape.width, (shape.batch,))
     memory = {kind: grown(shape, batch, kind) for kind in KINDS}
     compared = [contender(shape, batch, kind) for kind in KINDS]
-    samples = interleave(compared, range(rounds), device)
+    warm_up(compared)
     check_equal(compared)
+    samples = interleave(compared, range(rounds), device)
     by_name = {s.name: s.milliseconds for s in samples}
     return {
         "layers": shape.layers,

@@ -65,7 +65,7 @@ from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
 from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.timing import WARM_UP, interleave
+from ddp_from_scratch.bench.timing import WARM_UP, interleave, warm_up
 from ddp_from_scratch.bench.verdict import kind, text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
@@ -175,6 +175,7 @@ def measure(options: argparse.Namespace) -> None:
             disable=world.rank != 0 or not on_terminal(),
             leave=False,
         )
+        warm_up(metered)
         samples = interleave(metered, rounds, world.device)
         meter.read()  # counts the last step, since a step is counted before the next one
         check_alike(compared, workload.model)

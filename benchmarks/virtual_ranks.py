@@ -27,7 +27,7 @@ from ddp_from_scratch import Reducer, UsageError, broadcast_parameters, check_sy
 from ddp_from_scratch.bench.contenders import Contender
 from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.samples import Samples, median_interval
-from ddp_from_scratch.bench.timing import interleave, rounds_for
+from ddp_from_scratch.bench.timing import interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
@@ -80,6 +80,7 @@ def measure(options: argparse.Namespace) -> None:
             compared = contenders(workload, world)
             title = f"{workload.name}; {backend}, {world.world_size} ranks"
             rounds = rounds_for(options.seconds, options.rounds, world.device, title)
+            warm_up(compared)
             samples = interleave(compared, rounds, world.device)
             for contender in compared:
                 check_sync(contender.model)

@@ -85,13 +85,13 @@ class CpuUse:
 
         The ranks must be on one machine.
         """
-        own = torch.tensor([time.process_time() - self._own], dtype=torch.float64)
-        dist.all_reduce(own)
+        own = [0.0] * dist.get_world_size()
+        dist.all_gather_object(own, time.process_time() - self._own)
         busy = _busy_seconds(self.processors)
         if busy is None or self._busy is None:
             return None
         took = (time.perf_counter() - self._began) * len(self.processors)
-        return max(0.0, busy - self._busy - own.item()) / took
+        return max(0.0, busy - self._busy - sum(own)) / took
 
 
 def _busy_seconds(processors: set[int]) -> float | None:

@@ -22,22 +22,25 @@ FEWEST_ROUNDS = 5  # even if the time is over before
 WARM_UP = 3  # rounds that are not counted
 
 
+def warm_up(contenders: Sequence[Contender]) -> None:
+    """Runs `WARM_UP` rounds, in which buckets are rebuilt once and allocators settle."""
+    for turn in range(WARM_UP):
+        for contender in contenders:
+            _seed(turn)
+            contender.step()
+
+
 def interleave(
     contenders: Sequence[Contender], rounds: Iterable[int], device: torch.device
 ) -> list[Samples]:
     """Times one step of each contender in every round, in a new random order each round.
 
-    `WARM_UP` rounds before are not counted: torch's DDP and ours rebuild their buckets in the
-    first, and allocators settle. Whatever slows the machine down affects all contenders.
+    Whatever slows the machine down affects all contenders. Call `warm_up` before.
 
     `rounds` is consumed lazily, so it can check the clock (`rounds_for`). It must yield equally
     many rounds on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
-    for turn in range(WARM_UP):
-        for contender in contenders:
-            _seed(turn)
-            contender.step()
     times: list[list[float]] = [[] for _ in contenders]
     cpu_times: list[list[float]] = [[] for _ in contenders]
     # Times stay on their rank until the end, since sending them would disturb the next step.
@@ -103,18 +106,24 @@ def _rounds(
     bar.close()
 
 
+def check_ranks(contenders: Sequence[Contender]) -> None:
+    """Raises a RuntimeError unless each contender's parameters are bit-identical over ranks."""
+    for contender in _synchronised(contenders):
+        check_sync(contender.model)
+
+
 def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
     """Raises a RuntimeError if contenders computed different results, so times do not compare.
 
     Parameters must be bit-identical over ranks, and equal over contenders up to the rounding of
     sums in another order. If the start is known, two contenders' parameters may differ by
-    `tolerance` times the distance that training moved them.
+    `tolerance` times the distance that training moved them. Call it after few steps: some kernels
+    of a GPU round differently in each run, and training amplifies that.
     """
-    # Without communication, ranks diverge as expected.
-    synchronised = [c for c in contenders if c.name != NO_COMMUNICATION]
+    check_ranks(contenders)
+    synchronised = _synchronised(contenders)
     for contender in synchronised:
         first = synchronised[0]
-        check_sync(contender.model)
         if contender.start:
             names = (contender.name, first.name)
             models = (contender.model.parameters(), first.model.parameters())
@@ -125,6 +134,10 @@ def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> Non
             # The distance from the start is unknown, so compare elements.
             if not torch.allclose(parameter, expected[name], rtol=1e-3, atol=1e-5):
                 raise _differ((contender.name, first.name), name)
+
+
+def _synchronised(contenders: Sequence[Contender]) -> list[Contender]:
+    return [c for c in contenders if c.name != NO_COMMUNICATION]
 
 
 @torch.no_grad()

@@ -23,7 +23,13 @@ from ddp_from_scratch.bench.contenders import (
 )
 from ddp_from_scratch.bench.machine import available_memory, content_of
 from ddp_from_scratch.bench.samples import CpuUse, disturbance
-from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for
+from ddp_from_scratch.bench.timing import (
+    check_equal,
+    check_ranks,
+    interleave,
+    rounds_for,
+    warm_up,
+)
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
@@ -100,12 +106,14 @@ def measure(job: Job) -> dict[str, Any] | None:
         torch.manual_seed(world.rank)
         # Batches differ between ranks, as in training; `contenders` seeds the models.
         compared, left_out = _make(job, of, world, groups)
+        warm_up(compared)
+        # Times mean nothing if contenders do not compute the same.
+        check_equal(compared)
         rounds = rounds_for(job.seconds, job.rounds, world.device, job.title(of))
         use = CpuUse()
         samples = interleave(compared, rounds, world.device)
         others = use.others()
-        # Times mean nothing if contenders did not compute the same.
-        check_equal(compared)
+        check_ranks(compared)
         if world.rank != 0:
             return None
         settings = {

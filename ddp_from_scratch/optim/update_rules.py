@@ -162,7 +162,9 @@ def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
     settings = {name: group[name] for name in SGDRule.settings}
     settings |= {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
     buffers = momentum[0] if momentum else []
-    torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=age == 0)
+    # Without momentum a GPU's kernel would warn that it ignores the flag.
+    first = bool(momentum) and age == 0
+    torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=first)
 
 
 @cache

@@ -21,6 +21,8 @@ def train_all(world, optimizer):
     groups = {name: torch.distributed.new_group(backend=name) for name in sorted(others)}
     compared = c.contenders(TINY, world.device, specs, groups, optimizer)
     rounds = timing.rounds_for(None, 2, world.device, "")
+    timing.warm_up(compared)
+    timing.check_equal(compared)
     samples = timing.interleave(compared, rounds, world.device)
     timing.check_equal(compared)
     assert [s.name for s in samples] == [s.name for s in specs]
@@ -54,6 +56,6 @@ def test_what_did_not_train_alike_is_not_compared(world):
         torch.manual_seed(world.rank)
         chosen = [*references, c.ContenderSpec("x", way)]
         compared = c.contenders(TINY, world.device, chosen)
-        timing.interleave(compared, range(1), world.device)
+        timing.warm_up(compared)
         with pytest.raises(RuntimeError, match=error):
             timing.check_equal(compared)

@@ -214,6 +214,8 @@ def assert_numbers_of_the_cpu(name, found, expected):
         assert name not in FREE or (stalls, waits) == (0, [])
         # On the CPU, ranks of one machine add up in full precision what PowerSGD compresses here.
         near = {"rtol": 0.05, "atol": 2e-3} if "PowerSGD" in name else {"rtol": 1e-4, "atol": 1e-5}
+        if "AdamW" in name:  # divides by the size of the gradient, whose rounding it enlarges
+            near = {"rtol": 1e-3, "atol": 1e-4}
         torch.testing.assert_close(numbers, reference, **near)
 
 

@@ -6,6 +6,7 @@ one rank's part. Everything random (weights, inputs) comes from numbers in the c
 """
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -646,15 +647,16 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
     dist.barrier()
     if group is not None:
         dist.destroy_process_group(group)
-    torchs = _play(Torchs(case, world.rank, Net(case, world.rank))) if as_torch else None
-    return played, torchs
+    if not as_torch:
+        return played, None
+    return played, _play(Torchs(case, world.rank, Net(case, world.rank, world.device)))
 
 
 @contextmanager
 def watched(device: torch.device) -> Iterator[list[str]]:
-    """Finds what a simulated GPU sees in the `with` block. A no-op for a CPU."""
+    """Finds what a simulated GPU sees in the `with` block. A no-op for other devices."""
     faults: list[str] = []
-    if device.type != "cuda":
+    if device.type != "cuda" or "tests.support.simgpu.device" not in sys.modules:
         yield faults
         return
     from tests.support.simgpu import device as simulated

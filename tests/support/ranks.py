@@ -258,6 +258,7 @@ def serve(backend: str, address: str, fresh: str, log: str | None = None) -> Non
     from tests.support.rank_state import unchanged
 
     torch.set_num_threads(1)
+    torch.backends.cudnn.allow_tf32 = False  # a GPU's convolutions have the CPU's precision
     if backend in ("legacy", "nccl2"):
         from tests.support.simgpu import device, nccl
 
