@@ -17,6 +17,7 @@ CommHook: TypeAlias = Callable[[Any, Any], Future]
 
 # For `map`, which loops over all gradients in C.
 gradient_of = attrgetter("grad")
+_strides = torch.Tensor.stride
 # Below this mean size in bytes of a gradient, a call for each costs more than the copy itself.
 _SMALL = 2**15
 
@@ -236,6 +237,8 @@ class Bucket:
         On a GPU `_foreach_copy_` needs one kernel if the strides of all pairs match, and a kernel
         for each pair otherwise.
         """
+        if [*map(_strides, targets)] == [*map(_strides, sources)]:
+            return targets, sources
         alike: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
             if target.stride() == source.stride():

@@ -173,8 +173,31 @@ def _all_reduce(
         caller.suffix = ""
     if work is None:
         of_member(work)  # raises on a rank outside of the group
-    if tensor.is_cpu:
-        return work.get_future()
-    # From torch 2.15 on, this makes the current stream wait for NCCL's collective.
-    with gpu.aside(tensor.device):
-        return work.get_future()
+    return work.get_future() if tensor.is_cpu else _OnGPU(work, tensor)
+
+
+class _OnGPU(Future):
+    """The future of a collective on a GPU. Only `wait` makes the current stream wait for it."""
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._work, self._tensor = work, tensor
+
+    def done(self) -> bool:
+        """Returns True, since the host never waits."""
+        return True
+
+    def wait(self) -> list[torch.Tensor]:
+        """Makes the current stream wait for the collective, and returns its result."""
+        self._work.wait()
+        return self.value()
+
+    def value(self) -> list[torch.Tensor]:
+        """Returns the result, without waiting."""
+        return [self._tensor]
+
+    def then(self, callback: Callable[[Any], Any]) -> Future:
+        """Runs `callback` at once, on a stream that waits for the collective."""
+        # From torch 2.15 on, `get_future` makes the current stream wait for it, too.
+        with gpu.aside(self._tensor.device):
+            return self._work.get_future().then(callback)

@@ -47,6 +47,16 @@ class UpdateRule(ABC):
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
         """Steps contiguous parts, which begin at cache lines unless the rule is exact anywhere."""
 
+    def _update_contiguous(self, tensors: Tensors, age: int, group: Group) -> None:
+        # The kernel ignores strides.
+        strides = dense_strides(tensors[0])
+        in_order = all(tensor.stride() == strides for tensor in tensors)
+        dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
+        self.update_flat([[tensor] for tensor in dense], age, group)
+        for tensor, stepped in zip(tensors, dense, strict=True):
+            if stepped is not tensor:
+                tensor.copy_(stepped)
+
     def step(
         self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Group
     ) -> None:
@@ -66,11 +76,11 @@ class UpdateRule(ABC):
 
 
 class SGDRule(UpdateRule):
-    """torch.optim.SGD with the bits of `foreach=False` and `foreach=True`.
+    """torch.optim.SGD: on a GPU with the bits of `fused=True`, on a CPU of the other forms.
 
-    torch's `fused=True` differs only in the momentum of a parameter's last elements (at most 7 in
-    float32, 3 in float64), which it rounds once less. Here `foreach=False`'s operations step these
-    elements, and the fused kernel steps all others.
+    On a CPU, torch's `fused=True` differs from them only in the momentum of a parameter's last
+    elements (at most 7 in float32, 3 in float64), which it rounds once less. Here the operations of
+    `foreach=False` step these elements, and the fused kernel steps all others.
     """
 
     settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
@@ -83,6 +93,9 @@ class SGDRule(UpdateRule):
 
     def update(self, tensors: Tensors, age: int, group: Group) -> None:
         parameter, gradient, *state = tensors
+        if parameter.is_cuda and parameter.is_floating_point() and not gradient.is_sparse:
+            self._update_contiguous(tensors, age, group)
+            return
         if group["maximize"]:
             gradient = -gradient
         if group["weight_decay"] != 0:
@@ -102,6 +115,9 @@ class SGDRule(UpdateRule):
         # The fused kernel steps the whole cache lines of each part, and `update` the rest.
         first = columns[0][0]
         rest = list(columns)
+        if first.is_cuda and first.is_floating_point():
+            _fused_sgd(columns, age, group)
+            return
         if has_exact_kernel(first.dtype, first.device.type):
             line = CACHE_LINE // first.itemsize
             over = [(k, n) for k, part in enumerate(columns[0]) if (n := part.numel() % line)]
@@ -133,14 +149,7 @@ class AdamRule(UpdateRule):
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam instead"
             )
-        # The kernel ignores strides.
-        strides = dense_strides(tensors[0])
-        in_order = all(tensor.stride() == strides for tensor in tensors)
-        dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
-        self.update_flat([[tensor] for tensor in dense], age, group)
-        for tensor, stepped in zip(tensors, dense, strict=True):
-            if stepped is not tensor:
-                tensor.copy_(stepped)
+        self._update_contiguous(tensors, age, group)
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
@@ -162,16 +171,15 @@ def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
     settings = {name: group[name] for name in SGDRule.settings}
     settings |= {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
     buffers = momentum[0] if momentum else []
-    # Without momentum a GPU's kernel would warn that it ignores the flag.
-    first = bool(momentum) and age == 0
+    first = bool(momentum) and age == 0  # a GPU's kernel warns of the flag without momentum
     torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=first)
 
 
 @cache
 def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
-    """True if torch's fused SGD has the bits of its separate operations. Tried once."""
+    """True if a CPU's fused SGD has the bits of its separate operations. Tried once."""
     # The build of torch decides: its compiler may fuse a product and a sum, which rounds once.
-    if not dtype.is_floating_point or device not in ("cpu", "cuda"):
+    if not dtype.is_floating_point or device != "cpu":
         return False
     numbers = torch.linspace(-1.7, 1.3, 512, dtype=dtype, device=device)
     start = [numbers, numbers.flip(0).sin(), numbers.cos()]
@@ -184,4 +192,4 @@ def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
         _fused_sgd([[tensor] for tensor in one], age, group)
         SGD_RULE.update(other, age, group)
         equal += [(a == b).all() for a, b in zip(one, other, strict=True)]
-    return bool(torch.stack(equal).all())  # a single wait for a GPU
+    return bool(torch.stack(equal).all())

@@ -31,7 +31,6 @@ from ddp_from_scratch.watch.timeline import Timeline
 from tests.gpu import test_programs as programs
 from tests.support.failing_run import LAUNCHERS, RUN_PY, Run
 from tests.support.on_ranks import on
-from tests.support.optimizer_pair import torchs
 from tests.support.ranks import on_gpu
 from tests.watch.test_stall import AFTER_S, Layers, store, until
 
@@ -135,8 +134,9 @@ def test_as_torch_bit_for_bit(world, name):
         model, reducer = ours, ddp.Reducer(ours, bucket_cap_mb=CAP_MB, **options)
     settings = {"lr": 0.01} if kind == "AdamW" else {"lr": 0.1, "momentum": 0.9}
     settings["weight_decay"] = 0.01
-    reference = torchs(kind or "SGD")(theirs.parameters(), **settings)
-    make = torchs("SGD") if kind is None else partial(getattr(ddp, kind), reducer=reducer)
+    fused = partial(getattr(torch.optim, kind or "SGD"), fused=True)
+    reference = fused(theirs.parameters(), **settings)
+    make = fused if kind is None else partial(getattr(ddp, kind), reducer=reducer)
     optimizer = make(ours.parameters(), **settings)
     for step in range(5):
         x = batch(world.rank, step)
