@@ -198,6 +198,42 @@ def test_a_graph_is_captured_beside_a_stall_watch(world):
     reducer.remove()
 
 
+@real
+@each_view
+@on("crew")
+def test_a_step_is_captured_in_a_graph(world, views):
+    """As torch's DDP asks: the Reducer and eleven steps on the stream of the capture."""
+    model, x = network(), batch(world.rank, 0)
+    alone = copy.deepcopy(model)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        reducer = ddp.Reducer(model, bucket_cap_mb=CAP_MB, gradient_as_bucket_view=views)
+        optimizer, reference = (torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone))
+        for _ in range(11):
+            train(model, optimizer, x)
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        loss_of(model, x).backward()
+        optimizer.step()
+    for step in [*[0] * 11, 1, 2, 3]:
+        reference.zero_grad()
+        loss_of(alone, batch(world.rank, step)).backward()
+        for p in alone.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= world.world_size
+        reference.step()
+        if step:
+            x.copy_(batch(world.rank, step))
+            graph.replay()
+    torch.testing.assert_close([*model.parameters()], [*alone.parameters()])
+    assert_alike(bits(model.parameters()))
+    reducer.remove()
+    graph.reset()  # NCCL's communicator does not end before the graphs that use it
+
+
 def profiled_backward(model: nn.Module, inputs: list[torch.Tensor]) -> Any:
     """The last of several backward passes, the layout having settled before."""
     for x in inputs[:-1]:
@@ -434,6 +470,46 @@ def test_two_ranks_on_one_gpu_are_refused():
     with Run(*command, CUDA_VISIBLE_DEVICES="0") as run:
         assert run.wait(90) == 2
         assert "ranks 0 and 1 have the same GPU" in run.err
+
+
+@real
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--check-sync", "1", "--stall-after", "20"],
+        ["--model", "mlp", "--compress", "powersgd", "--bucket-cap-mb", "auto"],
+        ["--precision", "fp16", "--virtual-ranks", "4", "--stragglers", "5"],
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_run_py_trains(options, tmp_path):
+    options = [*options, "--epochs", "1", "--checkpoint-dir", str(tmp_path / "checkpoints")]
+    with Run(sys.executable, RUN_PY, "--backend", "nccl", *options) as run:
+        assert run.wait(90) == 0, run.text
+        assert "digits test accuracy" in run.out
+        assert "Warning" not in run.err
+    file = str(tmp_path / "checkpoints" / "checkpoint-000001.pt")
+    with Run(sys.executable, RUN_PY, "test", "--backend", "nccl", "--checkpoint", file) as again:
+        assert again.wait(60) == 0, again.text
+        assert again.out.splitlines()[-1] in run.out
+
+
+@real
+def test_ctrl_c_ends_a_run():
+    with Run(sys.executable, RUN_PY, "--backend", "nccl", "--epochs", "10000") as run:
+        run.wait_for("epoch")
+        run.signal(signal.SIGINT)
+        assert run.wait() == 128 + signal.SIGINT, run.text
+        assert "stopped in epoch" in run.text
+        run.assert_nobody_left()
+
+
+@real
+def test_a_step_is_timed_beside_torchs():
+    module = "ddp_from_scratch.bench"
+    with Run(sys.executable, "-m", module, "--nproc", "1", "--rounds", "2") as run:
+        assert run.wait(90) == 0, run.text
+        assert "ddp.SGD on nccl" in run.out
 
 
 DYING = """
