@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval

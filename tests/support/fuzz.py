@@ -105,9 +105,7 @@ def _compare_errors(what: str, expected: Expected, told: dict[int, str], ranks: 
         assert len(told) == ranks, f"{what}only some raise: {told}"
 
 
-def _compare_states(
-    number: int, expected: list[Any], found: list[Any], tolerance: float
-) -> None:
+def _compare_states(number: int, expected: list[Any], found: list[Any], tolerance: float) -> None:
     for rank, (state, right) in enumerate(zip(found, expected, strict=True)):
         for what, *values in _values(state, right, found[0], expected[0]):
             value, correct, first, correct_first = values
