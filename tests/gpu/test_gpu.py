@@ -486,12 +486,13 @@ def test_run_py_trains(options, tmp_path):
     options = [*options, "--epochs", "1", "--checkpoint-dir", str(tmp_path / "checkpoints")]
     with Run(sys.executable, RUN_PY, "--backend", "nccl", *options) as run:
         assert run.wait(90) == 0, run.text
-        assert "digits test accuracy" in run.out
+        trained = run.out
+        assert "digits test accuracy" in trained
         assert "Warning" not in run.err
     file = str(tmp_path / "checkpoints" / "checkpoint-000001.pt")
     with Run(sys.executable, RUN_PY, "test", "--backend", "nccl", "--checkpoint", file) as again:
         assert again.wait(60) == 0, again.text
-        assert again.out.splitlines()[-1] in run.out
+        assert again.out.splitlines()[-1] in trained
 
 
 @real
