@@ -412,7 +412,7 @@ class Reducer(CoreReducer):
 
     def virtual_rank(self, index: int) -> AbstractContextManager[None]:
         """A context for virtual rank `index`: forward, and one backward without `no_sync()`."""
-        return self._with_virtual_ranks().run(index, self)
+        return self._with_virtual_ranks().run(index)
 
     def run_virtual_ranks(self, function: Callable[[int], object]) -> None:
         """Calls a function for each index in `virtual_rank_range`, as inside `virtual_rank(i)`.
@@ -424,7 +424,7 @@ class Reducer(CoreReducer):
         Raises:
             RuntimeError: virtual ranks run different layers.
         """
-        self._with_virtual_ranks().run_all(function, self)
+        self._with_virtual_ranks().run_all(function)
 
     def set_step(self, step: int, seed: int | None = None) -> None:
         """Makes `step` the next step. Every rank must call it, with the same arguments.
