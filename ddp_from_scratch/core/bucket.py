@@ -57,21 +57,8 @@ class Bucket:
         parameters: the parameters themselves, all of one dtype and device.
         flat: the buffer; None allocates one.
         strides: the strides of each member's window; None takes the parameters' own.
-        index: its place in the launch order.
-        is_last: True if no bucket comes after this one.
+        index, is_last: its place in the launch order.
         name, label: for errors, and for torch.profiler.
-
-    Attributes:
-        offsets: the element at which each member's gradient begins.
-        views: a window of the buffer for each member.
-        state: only `launch`, `wait` and `unpack` change it.
-        missing: members that are neither ready nor unused.
-        unused: members without a gradient in this pass. They contribute the `.grad` that earlier
-            passes left, or zeros.
-        noted: members whose gradient is there, by index, with their parameters. Autograd notes them
-            without a call of the Reducer.
-        op: the reduction that turns the packed buffer into the average; None leaves the choice to
-            the comm hook.
     """
 
     is_sparse = False
@@ -94,6 +81,7 @@ class Bucket:
         self.members, self._parameters = tuple(members), list(parameters)
         self.name, self.label = name, label
         self._index, self._is_last = index, is_last
+        # The element at which each member's gradient begins.
         *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
         self.offsets = tuple(offsets)
         first = self._parameters[0]
@@ -107,9 +95,13 @@ class Bucket:
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
         # True if one call copies all members.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
-        self.state = BucketState.FILLING
+        self.state = BucketState.FILLING  # only `launch`, `wait` and `unpack` change it
+        # Members that are neither ready nor unused; those without a gradient in this pass, which
+        # contribute the `.grad` that earlier passes left, or zeros.
         self.missing, self.unused = set(self.members), set[int]()
+        # Members whose gradient autograd has noted without a call of the Reducer.
         self.noted: dict[int, torch.Tensor] = {}
+        # Turns the packed buffer into the average; None leaves the choice to the comm hook.
         self.op: dist.ReduceOp.RedOpType | None = None
         # Held until the average is there, so that Python need not wrap each `.grad` again.
         self._sources: list[torch.Tensor] = []
@@ -123,11 +115,9 @@ class Bucket:
     # For comm hooks -----------------------------------------------------------------------------
 
     def index(self) -> int:
-        """Returns its place in the launch order, 0 for the first."""
         return self._index
 
     def is_last(self) -> bool:
-        """True if it is the last bucket of a backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
@@ -161,7 +151,6 @@ class Bucket:
         return self._scratch
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Returns the members' parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     # Ready --------------------------------------------------------------------------------------
@@ -251,12 +240,7 @@ class Bucket:
 
     @torch.no_grad()
     def launch(self, hook: CommHook, state: Any, aside: bool = False) -> None:
-        """Calls the comm hook, which starts the average and returns a future.
-
-        Args:
-            hook: the comm hook.
-            state: its first argument.
-            aside: call the hook on a side stream, if the bucket is on a GPU.
+        """Calls the comm hook, `aside` on a side stream if the bucket is on a GPU.
 
         Raises:
             TypeError: the hook returned no future.
@@ -357,21 +341,14 @@ class Bucket:
         self.missing.update(self.members)
         self.unused.clear()
 
-    # Gradients that lie in the bucket: `options/views.py` ---------------------------------------
+    # For gradients that lie in the bucket: `options/views.py` -----------------------------------
 
     def claim(self, index: int) -> torch.Tensor | None:
-        """Returns the window for a missing gradient; None if `.grad` holds one already."""
         return None
 
-    def pack_one(self, index: int, scale: float) -> None:
-        """Copies the gradient of parameter `index` in before the others are ready."""
-
-    def restore_grads(self) -> None:
-        """Moves packed gradients back to `.grad`, after a pass without a launch. Idempotent."""
-
+    def pack_one(self, index: int, scale: float) -> None: ...
+    def restore_grads(self) -> None: ...
     def saved(self) -> dict[int, torch.Tensor]:
-        """Returns a copy of each `.grad` that is a window, to `load` into other buckets."""
         return {}
 
-    def load(self, saved: Mapping[int, torch.Tensor]) -> None:
-        """Copies these gradients of members in, and makes each `.grad` its window."""
+    def load(self, saved: Mapping[int, torch.Tensor]) -> None: ...

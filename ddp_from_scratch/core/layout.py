@@ -1,7 +1,6 @@
 """The layout of gradients in buckets: arithmetic, without tensors or communication.
 
-The layout is chosen before the first backward pass, and again after it, when the order in which
-gradients become ready is known. A bucket is one flat buffer, and no gradient is split:
+A bucket is one flat buffer, and no gradient is split:
 
     bucket 0   |<-- fc2.bias -->|<------------ fc2.weight ------------>|
     offset     0                10                                     1290

@@ -31,10 +31,9 @@ IDLE = -1
 
 
 class Weight(Protocol):
-    """The weight of this rank's gradients in one average."""
+    """The weight of this rank's gradients in one average. Waits for the weights of all ranks."""
 
-    def value(self) -> float:
-        """Returns the factor for its gradients. Waits until every rank has given its weight."""
+    def value(self) -> float: ...
 
 
 class CoreReducer:
@@ -55,11 +54,9 @@ class CoreReducer:
     ready.
 
     Args:
-        module: the owner of the parameters.
+        module, process_group, overlap: see `Reducer`.
         parameters: the parameters to average, by name.
-        process_group: the ranks that take part; None means all.
         bucket_caps: see `layout.assign`.
-        overlap: launch buckets during backward. False launches all of them at its end.
         ready_order: names in the order of the final layout, if it is known.
         apart: by name, a function that makes a separate bucket for the parameter.
         transport: maps a process group to the group that sends its buckets. Collective.
@@ -69,26 +66,16 @@ class CoreReducer:
 
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
-        device: the device of the first parameter.
-        rank: this process's rank in the group.
-        extensions: in the order in which they are called.
         caps, overlap, comm_hook, comm_state: settings of the next average.
         all_buckets, flat_buckets: in launch order; the second leaves out the buckets of `apart`.
-        bucket_of: the bucket of each parameter, by index.
-        sync: True if backward passes average. `no_sync()` sets it to False and back.
-        iteration: the number of averages so far.
         ready_order: the names of the parameters in the order of the final layout; None before it.
         keeps_layout: True if the first layout is never replaced.
-        may_be_unused: True if a parameter may get no gradient.
         concurrent: True if several buckets may be in flight under this comm hook.
         pass_number: autograd's number of the current backward pass; IDLE without one.
-        pass_thread: the thread that began it.
         broken_off: True if an exception has ended that pass, so autograd never runs its callback.
         lock: held while the buckets change.
-        hooks: the hooks through which autograd, the module and optimizers call this object.
         hook_per_bucket: True if autograd does not call for every gradient; see `_listen`.
         needs_each: True if it must, since a pass may end before all gradients are there.
-        sends: a weak reference to the group that `group()` returned last.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -208,12 +195,7 @@ class CoreReducer:
         return *self._memory.plan([*filter(self._in_flat.__gt__, indices)], caps), *apart
 
     def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
-        """Rebuilds the buckets for gradients that become ready in this order. Idempotent.
-
-        Args:
-            order: every name once.
-            caps: the new caps; None keeps the old ones.
-        """
+        """Rebuilds the buckets for gradients that become ready in this order. Idempotent."""
         self.caps = caps or self.caps
         if self.plan(order, self.caps) != tuple(map(attrgetter("members"), self.all_buckets)):
             self._order = order
@@ -240,12 +222,9 @@ class CoreReducer:
             buckets.append(bucket)
         self.flat_buckets = tuple(buckets)
         for (member,) in plan[len(flat) :]:
-            name = self.names[member]
-            make, label = self._apart[name], f"ddp.bucket {len(buckets)} ({name})"
-            owner = [self.parameters[member]]
-            buckets.append(
-                make((member,), owner, len(buckets), self.process_group, name=name, label=label)
-            )
+            name, parameter = self.names[member], self.parameters[member]
+            make = self._apart[name]
+            buckets.append(make(member, parameter, len(buckets), self.process_group, name))
         self.all_buckets = tuple(buckets)
         self.bucket_of = {index: bucket for bucket in self.all_buckets for index in bucket.members}
         self._listen()
@@ -414,8 +393,7 @@ class CoreReducer:
     def launch_full_buckets(self, early: bool = False) -> None:
         """Launches buckets in order, up to the first that is not full. Idempotent.
 
-        Args:
-            early: backward is still running, so launch nothing that must wait for its end.
+        `early` means that backward is still running: launches nothing that must wait for its end.
         """
         if early:
             if not self.overlap:
@@ -427,11 +405,10 @@ class CoreReducer:
             if not fixed and self.layers_communicate():
                 return
         # By index: readiness differs between ranks, and all must issue the same collectives.
-        while (
-            self.next_bucket < len(self.all_buckets)
-            and not self.all_buckets[self.next_bucket].missing
-        ):
+        while self.next_bucket < len(self.all_buckets):
             bucket = self.all_buckets[self.next_bucket]
+            if bucket.missing:
+                return
             if not self.concurrent:
                 self.await_hook()
             skipped = False
@@ -586,8 +563,7 @@ class CoreReducer:
     def finish(self, takes_part: bool = True) -> RuntimeError | None:
         """Waits for each bucket in order and unpacks it; returns the error of this rank alone.
 
-        Args:
-            takes_part: False leaves each `.grad` as it is.
+        Without `takes_part` each `.grad` stays as it is.
         """
         errors = self.calls["error"] if takes_part else []
         error, self._error = self._error, None
@@ -714,12 +690,7 @@ class CoreReducer:
 
 
 class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass; a copy of the module gets an inert one.
-
-    Args:
-        reducer: kept alive.
-        phase: a key of its `calls`.
-    """
+    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
 
     def __init__(self, reducer: CoreReducer | None = None, phase: str = "") -> None:
         self._reducer, self._phase = reducer, phase
