@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,6 @@ from ddp_from_scratch.sync.check_sync import DriftCheck
 from ddp_from_scratch.virtual_ranks.virtual_ranks import VirtualRanks
 from ddp_from_scratch.watch.stall import Progress, StallWatch
 from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
-
-Kind = TypeVar("Kind", bound=Extension)
 
 
 class Reducer(CoreReducer):
@@ -83,23 +81,19 @@ class Reducer(CoreReducer):
         extensions: your own (`core/extension.py`), called after those of the options.
 
     Attributes:
-        module, process_group, ignore: as given.
-        device: the device of the parameters.
         sync: True if backward passes average. `no_sync()` sets it to False and back.
         joining: True inside `join()`, which sets the weights.
         iteration: the number of averages so far.
         overlap: True if the next backward pass launches buckets before its end.
         ready_order: the names of the parameters in the order of the final layout; None before it.
         flat_buckets: the current buckets in launch order, without those of sparse gradients.
-        buffer_sync: synchronises the buffers.
 
     Raises:
         ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
             is out of range.
         TypeError: `process_group` is not a process group.
         RuntimeError: no process group is open. From a forward pass, an optimizer's step or
-            `backward()`: see `options/checks.py`. From `backward()` on every rank: ranks have
-            drifted apart (`check_every`).
+            `backward()`: see `options/checks.py` and `check_every`.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -144,6 +138,8 @@ class Reducer(CoreReducer):
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.named, fuse_wgrad)
         sparse = sparse_parameters(module)
+        # Shared memory is freed with its group, and virtual ranks may continue in another one.
+        meets = self.meets and virtual_ranks is None
 
         def options() -> Iterator[Extension]:
             # In call order: layout first, comparisons last. An option that is off costs nothing.
@@ -179,17 +175,15 @@ class Reducer(CoreReducer):
             ready_order=ready_order
             or (list(parameters)[::-1] if virtual_ranks is not None else None),
             apart={name: SparseBucket for name, p in parameters.items() if id(p) in sparse},
-            transport=shared_memory_beside if shared_memory and on_cpu else _itself,
-            # Shared memory is freed with its group, and virtual ranks may continue in another one.
-            meets=self._meets() and virtual_ranks is None,
+            transport=shared_memory_beside if shared_memory and on_cpu else None,
+            meets=meets,
             owner=several.next_name,
             extensions=options(),
         )
-        several.add(self, self.group() if self._meets() and virtual_ranks is None else None)
+        several.add(self, self.group() if meets else None)
 
-    def _meets(self) -> bool:
-        """Returns True if all ranks construct this object together."""
-        return True
+    # True if all ranks construct this object together.
+    meets = True
 
     # Inspection ---------------------------------------------------------------------------------
 
@@ -208,10 +202,6 @@ class Reducer(CoreReducer):
             return self._bucket_cap_mb  # type: ignore[no-any-return]
         tuning = self.extension(BucketTuning)
         return tuning.present.bucket_cap_mb if tuning is not None and tuning.settled else None
-
-    def extension(self, kind: type[Kind]) -> Kind | None:
-        """Returns the extension of this type, or None."""
-        return next((e for e in self.extensions if isinstance(e, kind)), None)
 
     def stats(self) -> "ReducerStats":
         """Returns the current settings, buckets and their sizes."""
@@ -334,11 +324,7 @@ class Reducer(CoreReducer):
 
     @contextmanager
     def keeping_local(self) -> Iterator[None]:
-        """Packs buckets but does not average them inside the context (`node_shared.py`).
-
-        Raises:
-            RuntimeError: a comm hook is registered.
-        """
+        """Packs buckets but does not average them inside the context (`node_shared.py`)."""
         self.check_free("local gradients")
         if self.comm_hook is not comm_hooks.average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
@@ -375,12 +361,7 @@ class Reducer(CoreReducer):
             )
 
     def agree_weight(self, amount: float) -> GradientWeight:
-        """Starts to sum all ranks' amounts. Collective.
-
-        Raises:
-            RuntimeError: virtual ranks fix the comm hook.
-            ValueError: `amount` is negative or not finite.
-        """
+        """Starts to sum all ranks' amounts. Collective. Raises as `weight`."""
         self.check_free("weight() or join()")
         on_cpu = takes_cpu_tensors(self.process_group)
         return GradientWeight(amount, self.group() if on_cpu else gloo_beside(self.process_group))
@@ -460,52 +441,35 @@ class Reducer(CoreReducer):
 
 @dataclass(frozen=True)
 class ReducerStats:
-    """Settings and buckets of a `Reducer`.
+    """Settings and buckets of a `Reducer`."""
 
-    Attributes:
-        bucket_bytes: size of each bucket, in launch order.
-        bucket_cap_bytes: size at which a bucket is closed, the largest cap.
-        parameters, parameter_bytes: number of parameters, and their total size.
-        iteration: number of averages so far.
-        rebuilt: True if the buckets are in the order in which gradients became ready.
-        overlap, gradient_as_bucket_view, find_unused_parameters, static_graph: settings.
-        comm_hook: its name.
-        hook_per_bucket: True if autograd calls the Reducer only for each bucket's last gradient.
-        transport: "shared memory" if a machine's ranks reduce there, else the backend's name.
-    """
-
-    bucket_bytes: tuple[int, ...]
-    bucket_cap_bytes: int
+    bucket_bytes: tuple[int, ...]  # in launch order
+    bucket_cap_bytes: int  # the largest cap
     parameters: int
     parameter_bytes: int
-    iteration: int
-    rebuilt: bool
+    iteration: int  # the number of averages so far
+    rebuilt: bool  # the buckets are in the order in which gradients became ready
     overlap: bool
     gradient_as_bucket_view: bool
     find_unused_parameters: bool
     static_graph: bool
     comm_hook: str
-    hook_per_bucket: bool
-    transport: str
+    hook_per_bucket: bool  # autograd calls only for each bucket's last gradient
+    transport: str  # "shared memory" if a machine's ranks reduce there, else the backend's name
 
     def __str__(self) -> str:
-        sizes = [size / 2**20 for size in self.bucket_bytes]
-        shown = ", ".join(f"{size:.3g}" for size in sizes[:8])
+        sizes = self.bucket_bytes
+        shown = ", ".join(f"{size / 2**20:.3g}" for size in sizes[:8])
         noun = "bucket" if len(sizes) == 1 else "buckets"
         more = ", ..." if len(sizes) > 8 else ""
-        on = [
-            name
-            for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
-            if getattr(self, name)
-        ]
-        settings = [f"overlap={self.overlap}", f"comm_hook={self.comm_hook}", *on]
-        settings += ["a hook per bucket"] if self.hook_per_bucket else []
-        settings.append(f"by {self.transport}")
+        switches = {
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "a hook per bucket": self.hook_per_bucket,
+        }
+        on = "".join(f", {name}" for name, is_on in switches.items() if is_on)
         return (
             f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
-            f"{', '.join(settings)}"
+            f"overlap={self.overlap}, comm_hook={self.comm_hook}{on}, by {self.transport}"
         )
-
-
-def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group

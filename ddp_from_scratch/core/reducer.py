@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from ddp_from_scratch.group import check_group
 # Autograd's number for the backward pass that this thread executes; -1 outside of backward.
 _current_pass = torch._C._current_graph_task_id
 IDLE = -1
+
+Kind = TypeVar("Kind", bound=Extension)
 
 
 class Weight(Protocol):
@@ -59,7 +61,7 @@ class CoreReducer:
         bucket_caps: see `layout.assign`.
         ready_order: names in the order of the final layout, if it is known.
         apart: by name, a function that makes a separate bucket for the parameter.
-        transport: maps a process group to the group that sends its buckets. Collective.
+        transport: maps a process group to the group that sends its buckets, if another. Collective.
         meets: False if a single rank may make this object; its buckets then get ordinary memory.
         owner: the Reducer's name in errors about buckets.
         extensions: added in this order.
@@ -89,7 +91,7 @@ class CoreReducer:
         overlap: bool = True,
         ready_order: Sequence[str] | None = None,
         apart: Mapping[str, Callable[..., Bucket]] | None = None,
-        transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] = lambda group: group,
+        transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None = None,
         meets: bool = True,
         owner: Callable[[dist.ProcessGroup | None], str] = lambda group: "a Reducer",
         extensions: Iterable[Extension] = (),
@@ -181,6 +183,10 @@ class CoreReducer:
                 call for call in calls if getattr(call, "__self__", None) is not extension
             ]
         self._listen()
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """Returns the extension of this type, or None."""
+        return next((e for e in self.extensions if isinstance(e, kind)), None)
 
     # Layout -------------------------------------------------------------------------------------
 
@@ -484,7 +490,9 @@ class CoreReducer:
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective if `transport` is."""
-        sends = self._transport(check_group(self.process_group))
+        sends = check_group(self.process_group)
+        if self._transport is not None:
+            sends = self._transport(sends)
         self.sends = weakref.ref(sends)
         return sends
 

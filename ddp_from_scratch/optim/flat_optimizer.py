@@ -27,9 +27,8 @@ from ddp_from_scratch.reducer import Reducer
 
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of torch's optimizers so that a call does not import torch._dynamo."""
-
-    # The import takes a second. torch wraps the method for torch.compile, which imports it anyway.
+    # A method of torch's optimizers without the import of torch._dynamo, which takes a second.
+    # torch wraps it for torch.compile, which imports it anyway.
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         imported = "torch._dynamo" in sys.modules
@@ -41,10 +40,9 @@ def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 class FlatOptimizer(torch.optim.Optimizer):
     """One of torch's optimizers, with one flat call per bucket and torch's bits.
 
-    The second base of a subclass is torch's class.
-
-    State, parameter groups and `state_dict()` are those of torch's class, and each class loads the
-    other's. Schedulers, GradScaler, gradient clipping and step hooks work as with torch's class.
+    The second base of a subclass is torch's class. State, parameter groups and `state_dict()` are
+    that class's, and each class loads the other's. Schedulers, GradScaler, gradient clipping and
+    step hooks work, too.
 
     The phases of a step:
 
@@ -55,10 +53,9 @@ class FlatOptimizer(torch.optim.Optimizer):
        the bucket's window, `.data` was replaced), then parameters in no bucket, and those that
        cannot move, such as 16-bit floats on a CPU.
 
-    Parameters move in the first step, and rarely later. A view of a parameter that was made before
-    does not follow it; `state_dict()`, `load_state_dict()` and deep copies are not affected.
-
-    A copy of the optimizer (deep or pickled) has no Reducer and steps one by one.
+    A view of a parameter that was made before it moved does not follow it; `state_dict()`,
+    `load_state_dict()` and deep copies are not affected. A copy of the optimizer (deep or pickled)
+    has no Reducer and steps one by one.
 
     Args:
         params: parameters, named parameters or groups, as for any optimizer. Some may not be the

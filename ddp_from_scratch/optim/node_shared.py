@@ -1,7 +1,6 @@
 r"""Optimizers with one copy of parameters and state for all ranks of a machine.
 
-With an ordinary optimizer every rank of a machine takes the same step on the same parameters. Here
-the ranks share one copy of parameters and optimizer state, and each rank steps its share for all:
+Each rank steps its share of that copy for all:
 
     gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
                              \______\__________________/______/
@@ -15,6 +14,7 @@ machines, the ranks with the same share on each machine average it.
 import zlib
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -105,31 +105,28 @@ class NodeSharedOptimizer(FlatOptimizer):
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
         with self._reducer.keeping_local():
             super().backward_and_step(loss)
-        for runs in self._runs.values():
-            for run in runs:
-                for parameter in run.parameters:
-                    # These gradients are local, but would be taken for averages.
-                    parameter.grad = None
+        for run in chain.from_iterable(self._runs.values()):
+            for parameter in run.parameters:
+                # These gradients are local, but would be taken for averages.
+                parameter.grad = None
 
     def _arrange(self) -> None:
+        ours = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters()}
         if self._reducer is not None and not self._checked:
             # All ranks' parameters become one copy, which would hide a difference.
-            ours = {id(p) for bucket in self._buckets for p in bucket.parameters()}
             module = self._reducer.module
             others = [n for n, p in module.named_parameters() if id(p) not in ours]
             check_sync(module, self._reducer.process_group, ignore=others)
             self._checked = True
         super()._arrange()
         # Gradients in `.grad` may be local, so no parameter may be stepped alone.
-        alone = {id(parameter) for parameter, _ in self._alone}
-        for bucket in self._buckets:
-            for parameter in bucket.parameters():
-                if id(parameter) in alone:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} cannot be moved into "
-                        f"shared memory any longer: its .data was replaced after "
-                        f"{type(self).__name__} was made"
-                    )
+        for parameter, _ in self._alone:
+            if id(parameter) in ours:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} cannot be moved into shared "
+                    f"memory any longer: its .data was replaced after {type(self).__name__} was "
+                    f"made"
+                )
 
     def _check_groups(self) -> None:
         if any(group is None for bucket in self._buckets for group in self._groups_of(bucket)):

@@ -32,10 +32,8 @@ class FusedWgrad(Extension):
     A layer is fused if the Reducer averages its weight and the weight has at least 65,536 elements
     (262,144 for embeddings). Only gradients that are packed one by one (`Bucket.packs_early`) are
     written to buckets. A fused layer's `forward` is replaced; copies of the layer have torch's.
-
-    Large embeddings save most: autograd would fill new memory with zeros, and packing would copy
-    it. Convolutions are not fused, because `aten::convolution_backward.out` computes in memory of
-    its own and then copies.
+    Convolutions are not fused, because `aten::convolution_backward.out` computes in memory of its
+    own and then copies.
 
     torch computes all other gradients, with the same numbers:
 
@@ -64,15 +62,13 @@ class FusedWgrad(Extension):
 
     def window(self, index: int | None, accumulation: Any) -> torch.Tensor | None:
         """Returns the window to write a gradient to; None if torch must allocate the gradient."""
-        if index is None or index in self._claimed:
+        reducer: CoreReducer | None = self._of()  # None if the graph has outlived it
+        if reducer is None or index is None or index in self._claimed:
             return None
         try:
             if not torch._C._will_engine_execute_node(accumulation):
                 return None
         except RuntimeError:  # torch.autograd.grad, which returns the gradient to its caller
-            return None
-        reducer: CoreReducer | None = self._of()
-        if reducer is None:  # the graph has outlived the Reducer
             return None
         bucket = reducer.bucket_of[index]
         if bucket.state is not BucketState.FILLING or index not in bucket.missing:

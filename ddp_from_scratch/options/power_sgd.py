@@ -98,11 +98,6 @@ class PowerSGDState:
                 left.append(parameter)
         return left
 
-    def forget_errors(self, parameters: list[torch.Tensor]) -> None:
-        """Drops the errors of these parameters after they were sent."""
-        for parameter in parameters:
-            del self._errors[parameter]
-
     def rescale(self, factor: float) -> None:
         """Multiplies the errors by the factor by which the loss scale has changed."""
         for error in self._errors.values():
@@ -153,17 +148,11 @@ def power_sgd_hook(
     3. The average is P Q^T. Its difference from M is the new error.
 
     If P and Q are not smaller than the gradient, n m <= (n + m) rank, the gradient is sent in full.
-
     Ranks that share memory first average their M in full, so only traffic between machines is
-    compressed. On a single machine that mean is the result.
+    compressed. On a single machine that mean is the result. After an overflow the hook passes on
+    non-finite values, so that GradScaler skips the step, and keeps the bucket's errors and Qs.
 
-    After an overflow the hook passes on non-finite values, so that GradScaler skips the step, and
-    keeps the bucket's errors and Qs.
-
-    Args:
-        state: the settings, and the factors and errors kept between averages.
-        bucket: the gradients.
-        group: used instead of the state's group; must have the same ranks.
+    `group` is used instead of the state's group, and must have the same ranks.
     """
     group = group or check_group(state.process_group)
     if state.iteration < state.start:
@@ -186,7 +175,8 @@ def _average_in_full(
     def finish() -> torch.Tensor:
         average: torch.Tensor = averaged.wait()
         if left and average.isfinite().all():
-            state.forget_errors(left)
+            for parameter in left:
+                del state._errors[parameter]
         state.iteration += bucket.is_last()
         return average
 

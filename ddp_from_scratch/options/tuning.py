@@ -14,8 +14,8 @@ import math
 import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import truediv
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,16 +37,14 @@ TIE = 0.01
 SURE = 0.6
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A bucket size, with or without overlap."""
 
     bucket_cap_mb: float | Sequence[float]  # see `bucket_caps`
     overlap: bool  # True launches buckets during backward, False at its end
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """The candidate that one average runs with."""
 
     candidate: Candidate
@@ -112,7 +110,6 @@ class BucketTuning(Extension):
         self.present = Candidate(DEFAULT, reducer.overlap)
         super().attach(reducer)
         self._known_order = reducer.ready_order  # of the current layout
-        self._overlap = reducer.overlap
         # Trials to come; None before the first average. All ranks plan the same, without a clock.
         self._ahead: list[Trial] | None = None
         self._trial: Trial | None = None
@@ -122,14 +119,15 @@ class BucketTuning(Extension):
     def on_average(self, iteration: int, takes_part: bool) -> None:
         if self.settled:
             return
+        reducer: CoreReducer = self._of()
         # The Reducer has just rebuilt the buckets, which makes the time of this step useless.
-        if self._of().ready_order is not self._known_order:
-            self._known_order = self._of().ready_order
+        if reducer.ready_order is not self._known_order:
+            self._known_order = reducer.ready_order
             return
-        now, order = clock(self._of().device), self._of().present_order()
+        now, order = clock(reducer.device), reducer.present_order()
         if self._ahead is None:
-            layouts = {cap: self._of().plan(order, bucket_caps(cap)) for cap in CAPS}
-            groups = candidates(layouts, self._overlap)
+            layouts = {cap: reducer.plan(order, bucket_caps(cap)) for cap in CAPS}
+            groups = candidates(layouts, self.present.overlap)
             self._times = {candidate: [] for group in groups for candidate in group}
             self._ahead = trials(groups)
         elif self._trial is not None and self._trial.counted:
@@ -140,12 +138,11 @@ class BucketTuning(Extension):
             self._apply(self._trial.candidate, order)
             return
         if len(self._times) > 1:
-            device = self._of().device
-            times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
+            rows = list(self._times.values())
+            times = torch.tensor(rows, dtype=torch.float64, device=reducer.device)
             # The slowest rank sets the time. With equal times, all ranks make the same choice.
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
-            self._times = dict(zip(self._times, times.tolist(), strict=True))
-            self._apply(choose(self._times), order)
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=reducer.process_group)
+            self._apply(choose(dict(zip(self._times, times.tolist(), strict=True))), order)
         self.settled = True
 
     def check_hook(self, hook: CommHook) -> None:

@@ -198,18 +198,13 @@ def find_tensors(value: object) -> Iterator[torch.Tensor]:
             yield from find_tensors(getattr(value, field.name))
 
 
-def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
+def reached(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     """Returns the leaves that backward from `outputs` would reach.
 
     None means unknown, because the graph contains a reentrant checkpoint.
     """
-    leaves: list[torch.Tensor] = []
-    ahead = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            ahead.append(output.grad_fn)
-        elif output.requires_grad:
-            leaves.append(output)
+    leaves = [output for output in outputs if output.is_leaf and output.requires_grad]
+    ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
@@ -226,7 +221,7 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor]) -> None:
         self.reached = reached  # indices of the Reducer's parameters; None means unknown
         self.others = [weakref.ref(leaf) for leaf in others]
 
@@ -234,11 +229,10 @@ class _Forward:
 class GraphWatch:
     """Walks the graph of each forward pass, and calls back when a backward pass enters it.
 
-    `on_forward` walks from the module's outputs to the parameters. When backward reaches one of
-    these outputs, before any gradient of this graph is ready, it calls the bound method `on_enter`
-    with the indices of the parameters that get no gradient in this pass. The set is empty if the
-    graph contains a reentrant checkpoint, which hides parameters. `torch.autograd.grad` is ignored,
-    since it accumulates nothing in `.grad`.
+    When backward reaches an output, before any gradient of this graph is ready, the bound method
+    `on_enter` gets the indices of the parameters without a gradient in this pass: an empty set if
+    the graph contains a reentrant checkpoint, which hides parameters. `torch.autograd.grad` is
+    ignored, since it accumulates nothing in `.grad`.
     """
 
     def __init__(
@@ -272,52 +266,43 @@ class GraphWatch:
         if self.last is None or not as_before:
             with torch.profiler.record_function("search_unused_parameters"):
                 leaves = reached(tensors)
-            if leaves is None:
-                self.last = _Forward(None)
-            else:
-                known = self._index_of
-                ours = {known[id(leaf)] for leaf in leaves if id(leaf) in known}
-                self.last = _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
+            known = self._index_of
+            others = [leaf for leaf in leaves or () if id(leaf) not in known]
+            ours = {known[id(leaf)] for leaf in leaves or () if id(leaf) in known}
+            self.last = _Forward(None if leaves is None else ours, others)
         forward = self.last
         self._forwards.add(forward)
         for node in nodes:
             # Weak, so that a graph does not keep the Reducer alive.
-            node.register_prehook(partial(_enter, weakref.ref(self), forward))
+            node.register_prehook(partial(self._enter, weakref.ref(self), forward))
 
     def will_enter(self) -> bool:
         """True if the pass that autograd executes goes through one of these graphs."""
-        return any(self._accumulates(f.reached or set(), f) for f in self._forwards)
+        return any(map(self._accumulates, self._forwards))
 
     def stop(self) -> None:
         """Stops calling `on_enter`, even if graphs are still alive. Idempotent."""
         self._forwards.clear()
         self._stopped = True
 
-    def enter(self, forward: _Forward) -> None:
+    @staticmethod
+    def _enter(watch: "weakref.ref[GraphWatch]", forward: _Forward, gradients: Any) -> None:
         """Reports unused parameters. Autograd calls it at an output of this forward pass."""
-        on_enter = self._on_enter()
-        if on_enter is None or self._stopped:
+        self = watch()
+        on_enter = None if self is None or self._stopped else self._on_enter()
+        if self is None or on_enter is None:
             return
         if self.hides_parameters:
             on_enter(set())  # the checkpoint may use any parameter
-            return
-        reached = forward.reached or set()
-        if not self._accumulates(reached, forward):
-            return
-        # The pass may execute more than this walk has seen, such as several forward passes.
-        rest = set(range(len(self._parameters))) - reached
-        on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
+        elif self._accumulates(forward):
+            # The pass may execute more than this walk has seen, such as several forward passes.
+            rest = set(range(len(self._parameters))) - (forward.reached or set())
+            on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
 
-    def _accumulates(self, reached: set[int], forward: _Forward) -> bool:
+    def _accumulates(self, forward: _Forward) -> bool:
         """True for `backward()`, False for `torch.autograd.grad`."""
-        if reached:
-            return any(will_accumulate(self._parameters[i]) for i in reached)
+        if forward.reached:
+            return any(will_accumulate(self._parameters[i]) for i in forward.reached)
         # A static graph's record is from an earlier step, whose other leaves may be freed.
         others = [other() for other in forward.others]
         return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
-
-
-def _enter(watch: "weakref.ref[GraphWatch]", forward: _Forward, gradients: Any) -> None:
-    found = watch()
-    if found is not None:
-        found.enter(forward)

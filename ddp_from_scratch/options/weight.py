@@ -39,23 +39,19 @@ class GradientWeight:
         self._amount, self._work = float(amount), of_member(work)
         self._world_size = dist.get_world_size(process_group)
 
-    @property
-    def _agreed(self) -> tuple[float, float]:
-        self._work.wait()
-        total, squares = self._sums.tolist()
-        if math.isnan(total):
-            raise ValueError("another rank's weight is negative or not finite, or too large")
-        return total, squares
-
     def total(self) -> float:
         """Waits for all ranks' amounts. Raises a ValueError if one is negative or not finite."""
-        return self._agreed[0]
+        self._work.wait()
+        total: float = self._sums[0].item()
+        if math.isnan(total):
+            raise ValueError("another rank's weight is negative or not finite, or too large")
+        return total
 
     def all_equal(self) -> bool:
         """True if all ranks gave the same amount, up to rounding. Waits like `total`."""
-        total, squares = self._agreed
+        square = self.total() ** 2
         # The difference is never negative, and zero only for equal amounts (Cauchy-Schwarz).
-        return self._world_size * squares - total**2 <= 1e-12 * total**2
+        return bool(self._world_size * self._sums[1] - square <= 1e-12 * square)
 
     def value(self) -> float:
         """Returns the factor. Waits like `total`. Raises a ValueError if the amounts sum to 0."""

@@ -114,9 +114,8 @@ def check_sync(
 
 
 class DriftCheck(Extension):
-    """Runs `check_sync` in every so many averages of a Reducer.
+    """Runs `check_sync` in every so many averages of a Reducer, on the result of the last step.
 
-    It runs at the end of a synchronised backward pass, so it compares the result of the last step.
     `after_writes` means that a forward pass has written to parameters, which keeps ranks equal only
     if the values do not depend on a rank's data. The next average is then checked, too.
     """
@@ -144,8 +143,8 @@ class DriftCheck(Extension):
         self._optimizers.clear()
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Compares ranks if a check is due, except those without data in `join()`. Collective."""
-        # Every rank takes part in an average, but one rank may run forward or step alone.
+        # Every rank takes part in an average, but one rank may run forward or step alone. Ranks
+        # without data in `join()` are not compared.
         is_due, self._is_due = self._is_due, False
         if not is_due and iteration % self._every:
             return
@@ -237,17 +236,17 @@ def _find_difference(
         }
         first, mark = next(iter(marks.items()))
         differ = [rank for rank, theirs in marks.items() if theirs != mark]
-        if differ:
-            kinds = {rank: theirs[0] if theirs else "missing" for rank, theirs in marks.items()}
-            if len(set(kinds.values())) > 1:
-                size = f": {kinds[first]} there, {kinds[differ[0]]} on rank {differ[0]}"
-            else:
-                tensor = None if held is None else held.tensors.get(label)
-                size = f" by up to {_distance(tensor, first, differ, process_group):.3g}"
-            raise RuntimeError(
-                f"{when}{label} is not the same on all ranks: {differ} differ from rank {first}"
-                f"{size}"
-            )
+        if not differ:
+            continue
+        kinds = {rank: theirs[0] if theirs else "missing" for rank, theirs in marks.items()}
+        if len(set(kinds.values())) > 1:
+            how = f": {kinds[first]} there, {kinds[differ[0]]} on rank {differ[0]}"
+        else:
+            tensor = None if held is None else held.tensors.get(label)
+            how = f" by up to {_distance(tensor, first, differ, process_group):.3g}"
+        raise RuntimeError(
+            f"{when}{label} is not the same on all ranks: {differ} differ from rank {first}{how}"
+        )
 
 
 @torch.no_grad()
@@ -264,9 +263,7 @@ def _distance(
     sent = [values if rank == first else None]
     dist.broadcast_object_list(sent, group=process_group, group_src=first)
     mine = 0.0
-    if rank in differ:
-        assert values is not None
-        assert sent[0] is not None
+    if rank in differ and values is not None and sent[0] is not None:
         wide = torch.complex128 if values.is_complex() else torch.float64
         mine = (values.to(wide) - sent[0].to(wide)).abs().max().item()
     # Every rank gets every distance, so that all raise the same text.

@@ -191,17 +191,17 @@ class SyncBatchNorm(_BatchNorm):
         return new
 
 
+@dataclass(frozen=True)
 class _OneOfEachRank:
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self._process_group = process_group
+    process_group: dist.ProcessGroup | None
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        everyone = row.new_empty(dist.get_world_size(self._process_group), len(row))
-        all_gather_single(everyone.view(-1), row, group=self._process_group)
+        everyone = row.new_empty(dist.get_world_size(self.process_group), len(row))
+        all_gather_single(everyone.view(-1), row, group=self.process_group)
         return everyone
 
     def add_up(self, row: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(row, group=self._process_group)
+        dist.all_reduce(row, group=self.process_group)
         return row
 
 
@@ -243,7 +243,7 @@ def _pack_moments(x: torch.Tensor) -> torch.Tensor:
     `learns` is 1 if layers below need a gradient of `x`, else 0. Shape: (2 C + 2,).
     """
     count = x.numel() // x.size(1)
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.sum(_all_but_channels(x)) / max(count, 1)
     # Sums deviations from the mean, since a difference of large squares would lose all digits.
     squares = (wide - _along_channels(mean, x)).square_().sum(_all_but_channels(x))
@@ -272,7 +272,7 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         batches: Batches,
     ) -> torch.Tensor:
-        wide = _wide(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
         mean = moments.mean.to(wide)
         inverse = (moments.variance + eps).rsqrt().to(wide)
         ctx.save_for_backward(x, weight, mean, inverse, moments.count.to(wide))
@@ -309,10 +309,6 @@ class _Normalize(torch.autograd.Function):
             dx.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
             dx = dx.to(x.dtype)
         return dx, d_weight, d_bias, None, None, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _all_but_channels(x: torch.Tensor) -> list[int]:

@@ -119,8 +119,7 @@ class JoinableReducer(Joinable, JoinHook):
     def check_norms(self, amount: float) -> None:
         """Raises on every rank if batch norm would wait for a rank without data. Collective.
 
-        Args:
-            amount: 1 on ranks with data, else 0.
+        `amount` is 1 on ranks with data, else 0.
         """
         if not sync_batch_norms(self.reducer.module):
             return
@@ -133,11 +132,10 @@ class JoinableReducer(Joinable, JoinHook):
 
     def agree_on_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
-        rank = dist.get_rank(self.reducer.process_group) if candidate else -1
         group = check_group(self.reducer.process_group)
+        highest = torch.tensor([dist.get_rank(group) if candidate else -1])
         if not takes_cpu_tensors(group):
             group = gloo_beside(group)  # the host must not wait for a GPU
-        highest = torch.tensor([rank])
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 
