@@ -170,11 +170,7 @@ class Bucket:
 
     @torch.no_grad()
     def pack(self, scale: float) -> None:
-        """Copies the gradients in, multiplied by `scale`.
-
-        Raises:
-            RuntimeError: the bucket has been launched already, or a ready gradient is gone.
-        """
+        """Copies the gradients in, multiplied by `scale`. Raises if the bucket is launched."""
         if self.state is not BucketState.FILLING:
             raise self._again()
         windows, sources = self.views, [*map(gradient_of, self._parameters)]
@@ -221,11 +217,7 @@ class Bucket:
     def _copy_strided(
         self, targets: list[torch.Tensor], sources: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Copies the pairs whose strides differ, and returns the others.
-
-        On a GPU `_foreach_copy_` needs one kernel if the strides of all pairs match, and a kernel
-        for each pair otherwise.
-        """
+        """Copies the pairs whose strides differ; for the others a GPU needs only one kernel."""
         if [*map(_strides, targets)] == [*map(_strides, sources)]:
             return targets, sources
         alike: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -240,11 +232,7 @@ class Bucket:
 
     @torch.no_grad()
     def launch(self, hook: CommHook, state: Any, aside: bool = False) -> None:
-        """Calls the comm hook, `aside` on a side stream if the bucket is on a GPU.
-
-        Raises:
-            TypeError: the hook returned no future.
-        """
+        """Calls the comm hook, `aside` on a side stream if the bucket is on a GPU."""
         self._sent = self.flat
         if aside and self._on_gpu:
             # From torch 2.15 on, NCCL's `get_future` makes the current stream wait for the
@@ -276,12 +264,7 @@ class Bucket:
             self._future.then(lambda _: callback())
 
     def wait(self) -> None:
-        """Waits until the average is in the buffer. A no-op if nothing was launched.
-
-        Raises:
-            RuntimeError: the all-reduce failed (a peer died, a timeout).
-            TypeError: the comm hook's future holds no tensor.
-        """
+        """Waits until the average is in the buffer. A no-op if nothing was launched."""
         if self.state is not BucketState.LAUNCHED or self._future is None:
             return
         average = self._future.wait()
@@ -308,9 +291,7 @@ class Bucket:
     def unpack(self, used: Collection[int] | None = None) -> None:
         """Copies averages that have landed into `.grad`, and empties the bucket. Idempotent.
 
-        Args:
-            used: the parameters that got a gradient on some rank; None means all. The others keep
-                their `.grad`.
+        Parameters that are not among the `used` keep their `.grad`; None means all.
         """
         if self.state is BucketState.LANDED:
             windows, gradients = self.views, [*map(gradient_of, self._parameters)]

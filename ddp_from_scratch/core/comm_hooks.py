@@ -33,10 +33,7 @@ Group = dist.ProcessGroup | None
 
 
 class Later(Future):
-    """A future whose value is computed in the thread that waits for it, at the first wait.
-
-    Some backends cannot start a collective in a callback of the first one.
-    """
+    """A future whose value is computed in the thread that waits, where it may communicate."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         super().__init__()
@@ -55,10 +52,7 @@ class Later(Future):
 
 
 def average(process_group: Group, bucket: Bucket) -> Future:
-    """All-reduces the bucket to its average over ranks, in full precision. The default.
-
-    The result has the same bits as torch's DDP.
-    """
+    """All-reduces the bucket to its average, with the bits of torch's DDP. The default."""
     op: Any = getattr(bucket, "op", None)  # torch's buckets have no such attribute
     if op is None:
         op = reduction(average, process_group)
@@ -86,10 +80,7 @@ def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
 
 
 def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
-    """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range.
-
-    Runs on every backend; torch's own hook refuses builds without NCCL.
-    """
+    """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range."""
     return _compressed(torch.bfloat16, process_group, bucket)
 
 
@@ -107,10 +98,7 @@ def has_one_collective(hook: CommHook) -> bool:
 
 
 def reduction(hook: CommHook, state: Any) -> dist.ReduceOp.RedOpType | None:
-    """Returns the reduction that averages the bucket; None leaves the choice to the hook.
-
-    SUM means that the Reducer divides while it packs, which saves a pass over the bucket.
-    """
+    """Returns the reduction that averages. None leaves it to the hook; SUM divides in packing."""
     # Not NCCL's AVG, since NVSwitches (NVLS) compute sums of floats but no averages.
     group = state or dist.group.WORLD if hook is average else None
     if isinstance(group, SharedMemoryGroup) and group.divides_first:

@@ -42,11 +42,8 @@ class Extension:
     """
 
     def attach(self, reducer: Any) -> None:
-        """Called before any other method, when the Reducer has its buckets.
-
-        From then on `self._of()` is the Reducer. The reference is weak because the Reducer holds
-        this object.
-        """
+        """Called first, when the Reducer has its buckets. `self._of()` is that Reducer."""
+        # Weak, because the Reducer holds this object.
         self._of: Callable[[], Any] = weakref.ref(reducer)
 
     def on_forward(self) -> None: ...

@@ -49,10 +49,7 @@ class Hooks:
         weakref.finalize(self, _remove_all, self.handles)
 
     def note(self, places: Mapping[int, dict[int, torch.Tensor]]) -> None:
-        """Replaces `ready`, for the parameters in `places`, by an entry in a dictionary.
-
-        Their hook is then `setitem`, which runs no Python code.
-        """
+        """Replaces `ready` for these parameters by an entry in a dictionary, without Python."""
         for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:

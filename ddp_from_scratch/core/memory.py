@@ -20,9 +20,8 @@ _libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 class FlatMemory:
     """The memory of the flat buckets, and each parameter's shape in it.
 
-    The mpi backend and shared memory offer memory that the ranks of a machine share, and in which
-    they reduce in place; construction is then collective. If `memory_of` is None, or of another
-    backend, this rank allocates alone.
+    The backend of `memory_of` may offer memory that a machine's ranks share, and in which they
+    reduce in place; construction is then collective.
     """
 
     def __init__(

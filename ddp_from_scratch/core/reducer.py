@@ -236,10 +236,7 @@ class CoreReducer:
         self._listen()
 
     def _agree_on_order(self) -> None:
-        """Lays the buckets out in the order in which rank 0's gradients became ready. Collective.
-
-        Gradients may become ready in another order on each rank, but all need the same buckets.
-        """
+        """Lays the buckets out in the order of rank 0's gradients, on all ranks. Collective."""
         seen_first = dict.fromkeys([*self._seen, *reversed(range(len(self.names)))])
         order = torch.tensor([*seen_first], device=self.device)
         dist.broadcast(order, group=self.process_group, group_src=0)
@@ -379,9 +376,9 @@ class CoreReducer:
     def has_fixed_order(self) -> bool:
         """True if every rank launches its buckets at the same points of backward.
 
-        Layers such as synchronised batch norm issue collectives of their own in backward, and all
-        ranks must issue all collectives in one order. Launches have no fixed point if the comm hook
-        starts several collectives, or if a bucket is full earlier on a rank with unused parameters.
+        Layers such as synchronised batch norm communicate in backward, and all ranks must issue all
+        collectives in one order. A comm hook with several collectives has no fixed point, nor has a
+        bucket that is full earlier on a rank with unused parameters.
         """
         return self.concurrent and not self.may_be_unused
 
@@ -397,10 +394,7 @@ class CoreReducer:
     # Pack, launch -------------------------------------------------------------------------------
 
     def launch_full_buckets(self, early: bool = False) -> None:
-        """Launches buckets in order, up to the first that is not full. Idempotent.
-
-        `early` means that backward is still running: launches nothing that must wait for its end.
-        """
+        """Launches buckets up to the first that is not full. `early`: backward still runs."""
         if early:
             if not self.overlap:
                 return
@@ -457,8 +451,7 @@ class CoreReducer:
     def _prepare(self) -> None:
         """Chooses the hook, the state and the factors of the next launches. Idempotent.
 
-        They stay until the hook, the weight or the group changes (a program may replace the default
-        group). Waits for all ranks' weights, if any are set.
+        They stay until the hook, the weight or the (default) group changes. Waits for all weights.
         """
         own: Any = self.process_group or dist.group.WORLD
         if own is not None and self._prepared_for is not None and self._prepared_for() is own:
@@ -507,11 +500,7 @@ class CoreReducer:
         self._weight, self._prepared_for = weight, None
 
     def set_hook(self, hook: CommHook, state: Any) -> None:
-        """Averages each bucket with `hook(state, bucket)` from now on.
-
-        Raises:
-            TypeError: `hook` is not callable.
-        """
+        """Averages each bucket with `hook(state, bucket)` from now on."""
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.comm_hook, self.comm_state, self._prepared_for = hook, state, None
@@ -569,10 +558,7 @@ class CoreReducer:
             call(number)
 
     def finish(self, takes_part: bool = True) -> RuntimeError | None:
-        """Waits for each bucket in order and unpacks it; returns the error of this rank alone.
-
-        Without `takes_part` each `.grad` stays as it is.
-        """
+        """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
         errors = self.calls["error"] if takes_part else []
         error, self._error = self._error, None
         takes_part = takes_part and error is None

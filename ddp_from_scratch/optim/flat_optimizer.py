@@ -112,11 +112,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters with their `.grad`; `closure` and the result are as in torch.
-
-        Raises:
-            RuntimeError: gradients are not averaged yet (from the Reducer).
-        """
+        """Steps all parameters with their `.grad`; `closure` and the result are as in torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

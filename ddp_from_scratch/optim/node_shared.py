@@ -92,10 +92,7 @@ class NodeSharedOptimizer(FlatOptimizer):
         self._moved = self._checked = False
 
     def backward_and_step(self, loss: torch.Tensor) -> None:
-        """Runs `loss.backward()` and `step()` in one, without averages in `.grad`.
-
-        Raises: see `FlatOptimizer`, and if a comm hook is registered.
-        """
+        """Runs `loss.backward()` and `step()` in one, without averages in `.grad` or comm hooks."""
         if self._reducer is None:
             # Raises: a copy of the optimizer has no Reducer.
             super().backward_and_step(loss)

@@ -1,8 +1,7 @@
 """One step of torch's optimizers on flat tensors, with torch's fused kernels and bits.
 
-A kernel processes a tensor in vectors, and its threads split the tensor at cache lines. So cutting
-a tensor at a cache line does not change the bits. Only the last elements, which do not fill a
-vector, may be rounded differently.
+A kernel's threads split a tensor at cache lines, so a cut there does not change the bits. Only the
+last elements, which do not fill a vector, may be rounded differently.
 """
 
 from collections.abc import Sequence

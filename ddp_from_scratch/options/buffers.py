@@ -26,9 +26,8 @@ class BufferHook(NamedTuple):
 class BufferSync(Extension):
     """Broadcasts one rank's buffers at the end of each synchronised backward pass.
 
-    The broadcast starts after the last bucket is launched; the buffers are written after every
-    bucket has landed. A hook runs around forward instead. Inside `join()`, `in_join` sends buffers
-    before forward, because the ranks first agree on the rank to send from.
+    They are sent after the last launch, and written after every bucket has landed. A hook runs
+    around forward instead. Inside `join()`, the ranks first agree on the rank to send from.
     """
 
     def __init__(

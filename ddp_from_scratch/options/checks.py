@@ -157,10 +157,7 @@ class ModuleSnapshot:
         return found
 
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
-        """Returns the first change, such as "parameter fc.bias was added", or None.
-
-        With `may_freeze` a parameter that required a gradient may have been frozen.
-        """
+        """Returns the first change, such as "parameter fc.bias was added", or None."""
         now = self._parameters_of(module)
         for name in self.parameters | now:
             then, this = self.parameters.get(name), now.get(name)

@@ -1,11 +1,10 @@
-"""Computes weight gradients directly into their buckets.
+"""Computes weight gradients directly into their buckets, without a copy.
 
     F.linear, autograd's backward    gradient = output_gradient.t() @ input     then copied
     F.linear, `_Linear`'s            torch.mm(output_gradient.t(), input, out=window of the bucket)
     F.embedding, `_Embedding`'s      window.zero_().index_add_(0, tokens, output_gradient)
 
-Autograd keeps an alias of the window as `.grad`, so the gradient needs no copy and no memory of its
-own. Megatron-LM does the same ("gradient_accumulation_fusion").
+Megatron-LM does the same ("gradient_accumulation_fusion").
 """
 
 import weakref

@@ -104,12 +104,7 @@ class PowerSGDState:
             error.mul_(factor)
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Returns the state for a checkpoint, by the names of the module's parameters.
-
-        Returns:
-            "iteration"; "qs", the same on all ranks; "errors", of this rank. Tensors are not
-            copied.
-        """
+        """Returns the state for a checkpoint, by parameters' names. "errors" are this rank's."""
         named = dict(module.named_parameters())
         return {
             "iteration": self.iteration,
@@ -122,9 +117,6 @@ class PowerSGDState:
 
         With the same number of ranks, each with its own errors, the averages have the same bits.
         With another number, give every rank the mean of all errors, so that nothing is lost.
-
-        Raises:
-            KeyError: the module has no parameter of a name in `state`.
         """
         named: dict[str, torch.Tensor] = dict(module.named_parameters())
         self.iteration = state["iteration"]

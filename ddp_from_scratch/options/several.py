@@ -1,10 +1,7 @@
 """One launch order for the buckets of several Reducers in one backward pass.
 
-All ranks must issue the same collectives in the same order. A Reducer launches its buckets by
-index. Among several Reducers the newest launches first, because forward mostly runs modules in the
-order in which they were made, and backward runs them in reverse.
-
-Off while there is only one Reducer in the process.
+All ranks must issue the same collectives in the same order. Among several Reducers the newest
+launches first, because forward mostly runs modules in the order in which they were made.
 """
 
 import weakref

@@ -1,8 +1,6 @@
-"""A bucket for one parameter's sparse gradient, which is gathered and not packed.
+"""A bucket for one parameter's sparse gradient: every rank gathers all rows, and sums equal ones.
 
-The gradient of an embedding with `sparse=True` holds only the rows that were looked up, and their
-indices. The number of rows differs between ranks and steps, so the rows cannot be all-reduced.
-Instead every rank gathers all rows and sums those with the same index:
+Rows of two ranks, and their average:
 
     rank 0   rows 3 7        padded   3 7 0 0        all ranks   1 3 5 7 9
     rank 1   rows 1 3 5 9             1 3 5 9                    each row: sum / 2

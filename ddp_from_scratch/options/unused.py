@@ -90,10 +90,7 @@ class Unused(Extension):
             self._of().mark_unused(range(self._count))
 
     def used(self) -> set[int] | None:
-        """Returns the parameters that some rank used since the last average; None means all.
-
-        Collective. Waits for other ranks only if this rank did not use every parameter.
-        """
+        """Returns the parameters that some rank used since the last average; None means all."""
         reducer: CoreReducer = self._of()
         used, self._used = self._used, set()
         # `zero_grad()` may have dropped some of these gradients.
@@ -155,10 +152,7 @@ class Unused(Extension):
 
 
 class StaticGraph:
-    """Expects as many gradients for each parameter as in the first backward pass.
-
-    Then a parameter is ready with its last gradient, and unused ones are known from the start.
-    """
+    """Expects as many gradients for each parameter as in the first backward pass."""
 
     def __init__(self, count: int) -> None:
         # None until the first pass has ended. With checkpointing a count may exceed 1.
@@ -199,10 +193,7 @@ def find_tensors(value: object) -> Iterator[torch.Tensor]:
 
 
 def reached(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Returns the leaves that backward from `outputs` would reach.
-
-    None means unknown, because the graph contains a reentrant checkpoint.
-    """
+    """Returns the leaves that backward would reach; None if a reentrant checkpoint hides some."""
     leaves = [output for output in outputs if output.is_leaf and output.requires_grad]
     ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(ahead)
@@ -252,10 +243,7 @@ class GraphWatch:
         return any(forward.reached is None for forward in self._forwards)
 
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
-        """Walks from all tensors in `outputs`, and registers a hook on the node of each.
-
-        With `as_before` (a static graph) it reuses the result of the last walk.
-        """
+        """Hooks the nodes of all tensors in `outputs`. Walks the graph unless it is as before."""
         # Transforms of torch.func accumulate nothing, and hide the parameters.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return

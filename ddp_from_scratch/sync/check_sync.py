@@ -23,9 +23,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns a 64-bit checksum of each dense tensor, of its bits in logical order.
 
-    It is the sum, modulo 2**64, of the elements' bits as integers times odd random weights. A
-    change of one element always shows. At worst, changes of several elements cancel out about once
-    in 2**32 times.
+    A sum of the elements' bits as integers times odd random weights: a change of one element always
+    shows; changes of several cancel out at most about once in 2**32 times.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []

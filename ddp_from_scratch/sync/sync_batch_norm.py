@@ -238,10 +238,7 @@ def _moments_of_all(x: torch.Tensor, batches: Batches) -> _Moments:
 
 
 def _pack_moments(x: torch.Tensor) -> torch.Tensor:
-    """Packs [mean, sum of squared deviations, count, learns] of `x` (N, C, ...) as float64.
-
-    `learns` is 1 if layers below need a gradient of `x`, else 0. Shape: (2 C + 2,).
-    """
+    """Packs [mean, sum of squared deviations, count, learns] of `x` (N, C, ...) as float64."""
     count = x.numel() // x.size(1)
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.sum(_all_but_channels(x)) / max(count, 1)

@@ -163,10 +163,7 @@ def checked_delayed(
 
 
 class DelayedReduction:
-    """Averages the gradients of some parameters when the gradient of the trigger is ready.
-
-    These gradients must be complete by then.
-    """
+    """Averages complete gradients of some parameters when that of the trigger is ready."""
 
     def __init__(
         self,

@@ -1,11 +1,7 @@
 """Uneven data: ranks that run out of batches keep taking part in the other ranks' collectives.
 
-    with ddp.join(reducer):
-        for x, y in loader:          # not as many batches on every rank
-            ...
-
-It uses torch's protocol (`torch.distributed.algorithms.join`), so that one context may also join
-other objects that communicate in every step, such as ZeroRedundancyOptimizer.
+With torch's protocol one context may also join other objects that communicate in every step, such
+as ZeroRedundancyOptimizer.
 """
 
 from collections.abc import Iterator
@@ -117,10 +113,7 @@ class JoinableReducer(Joinable, JoinHook):
         self.reducer.set_joining(False)
 
     def check_norms(self, amount: float) -> None:
-        """Raises on every rank if batch norm would wait for a rank without data. Collective.
-
-        `amount` is 1 on ranks with data, else 0.
-        """
+        """Raises on every rank if batch norm would wait for a rank with amount 0. Collective."""
         if not sync_batch_norms(self.reducer.module):
             return
         with_data = self.reducer.agree_weight(amount).total()

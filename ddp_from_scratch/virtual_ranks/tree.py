@@ -44,10 +44,7 @@ def aligned_blocks(part: range) -> list[Block]:
 
 
 class PartialSums(Generic[T]):
-    """A binary counter of sums, which replaces two siblings by their parent.
-
-    `add` takes the value of the lower virtual ranks first, and may reuse both values' memory.
-    """
+    """A binary counter of sums. `add` takes the lower virtual ranks first, and may reuse memory."""
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add

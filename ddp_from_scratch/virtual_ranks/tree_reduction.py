@@ -59,11 +59,7 @@ def set_generator_states(states: tuple[Any, ...]) -> None:
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Seeds all generators from these numbers inside the context, and restores them after it.
-
-    So what a program draws between virtual ranks, such as a sample order, does not depend on the
-    number of virtual ranks that this rank has run.
-    """
+    """Seeds all generators from these numbers inside the context, and restores them after it."""
     before = generator_states()
     seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
     try:
@@ -87,9 +83,8 @@ def add_gradients(low: Gradients, high: Gradients) -> Gradients:
 class TreeReduction:
     """Holds the partial sums of this rank's earlier virtual ranks, and averages over all of them.
 
-    Sums have the dtype of the gradients. Each tree node rounds once, so a sum of V virtual ranks
-    has log2 V roundings. The division by V is exact, unless a value becomes subnormal. With
-    `windows` a gradient may already be a window of a bucket (`FusedWgrad`).
+    Each tree node rounds once, so a sum of V virtual ranks has log2 V roundings. With `windows` a
+    gradient may already be a window of a bucket (`FusedWgrad`).
     """
 
     def __init__(self, virtual_ranks: int, windows: bool) -> None:
@@ -153,11 +148,7 @@ class TreeReduction:
     average.one_collective = True  # type: ignore[attr-defined]
 
     def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
-        """Returns this rank's partial sums of the bucket as flat real tensors, in order.
-
-        `last` is the rank's lowest virtual rank, which runs last. Its row, the first, is the bucket
-        itself.
-        """
+        """Returns partial sums of the bucket, flat and real. The first is the bucket itself."""
         members, sums = bucket.members, PartialSums(add_gradients)
         for block, gradients in self._sums:
             # `pop` frees memory as soon as the bucket is launched.

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from tests.support.on_ranks import on
 
@@ -138,13 +137,6 @@ def test_python_is_called_once_for_each_bucket_and_for_the_first_gradient(world)
     assert "a hook per bucket" in repr(reducer)
 
 
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "fuse_wgrad"])
-@on("gloo-2")
-def test_options_that_ask_for_each_gradient_get_each(world, option):
-    _, reducer = learnt(world, **{option: True})
-    assert not reducer.hook_per_bucket
-
-
 class Nothing(torch.autograd.Function):
     """A function with no gradient for its second input."""
 
@@ -244,24 +236,6 @@ def test_hooks_keep_their_place_among_those_of_the_program(world):
 
 
 @on("gloo-2")
-def test_only_an_extension_that_asks_for_gradients_changes_hooks(world):
-    """`backward_and_step` adds one in every step."""
-    _, reducer = learnt(world)
-    with patch.object(reducer.hooks, "note", wraps=reducer.hooks.note) as note:
-        for kind, calls, per_bucket in ((Extension, 0, True), (Gradients, 1, False)):
-            extension = kind()
-            reducer.add_extension(extension)
-            assert (note.call_count, reducer.hook_per_bucket) == (calls, per_bucket)
-            reducer.remove_extension(extension)
-            assert reducer.hook_per_bucket
-
-
-class Gradients(Extension):
-    def on_gradient(self, index):
-        pass
-
-
-@on("gloo-2")
 def test_a_forgotten_module_is_freed(world):
     """Also with parameters that are noted in a bucket."""
     model, reducer = learnt(world)
@@ -273,16 +247,10 @@ def test_a_forgotten_module_is_freed(world):
     dist.barrier()
 
 
-def test_what_is_noted_counts_under_no_sync_only_if_it_came_before(alone):
-    """`no_sync()` neither loses nor invents gradients."""
+def test_a_gradient_that_is_noted_before_no_sync_counts(alone):
     model = Layers()
     reducer = ddp.Reducer(model)
     once(model, model, 0, 0)
-    model.zero_grad()
-    with reducer.no_sync():
-        model.layers[2](inputs(1, 0)).sum().backward()
-    assert all(len(bucket.missing) == len(bucket.members) for bucket in reducer.all_buckets)
-    assert not any(bucket.noted for bucket in reducer.all_buckets)
     model.layers[2](inputs(1, 0)).sum().backward()
     with reducer.no_sync():
         found = set(reducer.names) - set(reducer.missing())

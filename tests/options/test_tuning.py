@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.options import tuning
-from ddp_from_scratch.options.tuning import BucketTuning, Candidate, Trial
+from ddp_from_scratch.options.tuning import BucketTuning, Candidate
 from ddp_from_scratch.training.engine import buckets_to_begin_with
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.report import Report
@@ -35,13 +35,6 @@ def test_caps_that_lay_out_alike_are_one_and_one_bucket_is_not_tried_twice():
     layouts = {1.0: [(0,), (1,)], 4.0: [(0,), (1,)], math.inf: [(0, 1)]}
     assert tuning.candidates(layouts, overlap=True) == [[A, A_AFTER], [B]]
     assert tuning.candidates(layouts, overlap=False) == [[A_AFTER], [Candidate(math.inf, False)]]
-
-
-def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
-    first = [Trial(A, False), *[Trial(A, True), Trial(A_AFTER, True)] * 2]
-    second = [Trial(B, False), Trial(B, True), Trial(B, True)]
-    found = tuning.trials([[A, A_AFTER], [B]], rounds=3)
-    assert found == [*first, *second, *second, *first, *first, *second]
 
 
 @pytest.mark.parametrize(
