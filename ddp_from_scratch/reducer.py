@@ -39,17 +39,15 @@ class Reducer(CoreReducer):
     `CoreReducer` describes a step. This class turns options into extensions.
 
     Args:
-        module: its parameters with `requires_grad` are averaged. All ranks must hold the same ones
-            (`broadcast_parameters` checks this). If a forward pass writes to parameters, the ranks
-            compare them (`check_every`).
+        module: its parameters with `requires_grad` are averaged. All ranks must hold the same ones.
         process_group: the ranks that take part; None means all.
         bucket_cap_mb: size in MiB at which a bucket is closed. 0 makes one bucket for each
             parameter, `inf` one for all; None and a sequence: see `bucket_caps`. "auto" tries
             several sizes in the first averages, with and without overlap (`options/tuning.py`).
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: make `.grad` a window of its bucket instead of a copy, which saves
-            most of the memory of the gradients. `.grad` must then not be detached in place, and on
-            a CPU a large `.grad` is None between ready and averaged.
+            memory. `.grad` must then not be detached in place, and on a CPU a large `.grad` is None
+            between ready and averaged.
         find_unused_parameters: parameters may get no gradient in a backward pass, different ones on
             each rank. A parameter that no rank used keeps its `.grad`; others get the average. The
             buckets keep their first layout.
@@ -57,8 +55,8 @@ class Reducer(CoreReducer):
             gradients for each parameter. A pass that differs raises and names the parameter.
         skip_unused: skip a bucket if this rank used none of its parameters since the last average;
             the first average skips none. If ranks use different parameters, they hang.
-        broadcast_buffers: send rank 0's buffers (batch norm's running statistics) to all ranks at
-            the end of each backward pass that averages, so that any rank may evaluate at any time.
+        broadcast_buffers: send rank 0's buffers to all ranks at the end of each backward pass that
+            averages, so that any rank may evaluate at any time.
         shared_memory: on a gloo group on Linux, if two ranks share a machine, reduce in memory that
             a machine's ranks share, and send only between machines. Sums are taken in rank order,
             so with more than 2 ranks their last bits differ from gloo's.
@@ -71,9 +69,9 @@ class Reducer(CoreReducer):
         stall_after: seconds after which a waiting step is reported, with the ranks that it waits
             for (`watch/stall.py`). None means never.
         straggler_every: in every so many averages, print on rank 0 which rank the others waited
-            for, how often, how long, and in which phase (`watch/stragglers.py`). None means never.
-        ready_order: an earlier run's `ready_order`. The first layout uses it, so that sums are
-            taken in the same order and have the same bits.
+            for (`watch/stragglers.py`). None means never.
+        ready_order: an earlier run's `ready_order`. The first layout uses it, so that sums have the
+            same bits.
         virtual_ranks: a power of two. Splits a step's batch into this many equal virtual ranks.
             Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
             (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies

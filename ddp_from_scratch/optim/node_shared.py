@@ -38,12 +38,10 @@ class NodeSharedOptimizer(FlatOptimizer):
     since it averages nothing in `.grad`, which is None afterwards (except sparse gradients). With
     `backward()` and `step()`, `.grad` holds averages in between, which may be clipped or unscaled.
 
-    A step begins when all ranks have ended backward, and returns when all shares are stepped, so no
-    forward or backward pass sees a half-written parameter. If a program writes to a parameter, all
-    ranks of the machine see it: let all ranks write the same values, or let one rank write, with a
-    barrier (`dist.barrier()`) before and after.
-
-    The first step compares the parameters over all ranks, and moves them into shared memory.
+    No forward or backward pass sees a half-written parameter. If a program writes to a parameter,
+    all ranks of the machine see it: let all write the same values, or let one rank write, with a
+    barrier (`dist.barrier()`) before and after. The first step compares the parameters over all
+    ranks, and moves them into shared memory.
 
     Args:
         params, args, settings, reducer: see `FlatOptimizer`. The reducer must be on mpi, or on
@@ -52,9 +50,8 @@ class NodeSharedOptimizer(FlatOptimizer):
 
     Raises:
         TypeError, ValueError: see `FlatOptimizer`; or these conditions are not met.
-        RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered
-            (`backward_and_step`), the ranks step with different settings or parameters, or the step
-            is inside `join()`.
+        RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered,
+            the ranks step with different settings or parameters, or the step is inside `join()`.
     """
 
     _cuts_gradients = True

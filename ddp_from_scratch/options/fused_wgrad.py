@@ -31,18 +31,15 @@ class FusedWgrad(Extension):
     A layer is fused if the Reducer averages its weight and the weight has at least 65,536 elements
     (262,144 for embeddings). Only gradients that are packed one by one (`Bucket.packs_early`) are
     written to buckets. A fused layer's `forward` is replaced; copies of the layer have torch's.
-    Convolutions are not fused, because `aten::convolution_backward.out` computes in memory of its
-    own and then copies.
 
     torch computes all other gradients, with the same numbers:
 
-    - layers: subclasses, parametrized or complex weights, a replaced `forward`; embeddings with
-      16-bit weights, `sparse`, `scale_grad_by_freq` or `max_norm`.
+    - layers: convolutions (`aten::convolution_backward.out` copies, too), subclasses, parametrized
+      or complex weights, a replaced `forward`; embeddings with 16-bit weights, `sparse`,
+      `scale_grad_by_freq` or `max_norm`.
     - passes: hooks on the weight, autocast, torch.compile, torch.func, `create_graph`,
       `torch.autograd.grad`, a substituted weight.
     - gradients: a parameter's second, or of a parameter that has a `.grad`.
-
-    Needs `Views` and all parameters on a CPU.
     """
 
     def attach(self, reducer: CoreReducer) -> None:

@@ -26,8 +26,7 @@ class PowerSGDState:
     """The settings of PowerSGD, and what it keeps from step to step on this rank.
 
     For each compressed gradient it keeps Q, the right factor of the last step, which is the same on
-    all ranks, and the error, the part of this rank's gradient that has not been sent yet. Up to
-    rounding, the sent matrices depend only on the mean of all ranks' errors.
+    all ranks, and the error, the part of this rank's gradient that has not been sent yet.
 
     Attributes:
         rank: the rank of the matrices. A higher rank is more exact and sends more.

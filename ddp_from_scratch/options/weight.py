@@ -13,9 +13,7 @@ _MOST = 1e100  # float64 ends at 1e308, and squares are summed
 class GradientWeight:
     """The factor for this rank's gradients: amount x world size / sum of all ranks' amounts.
 
-    The plain average of gradients times these factors is the average weighted by amounts, such as
-    numbers of samples or tokens. Equal amounts make every factor 1.
-
+    The plain average of gradients times these factors is the average weighted by amounts.
     Construction is collective. It starts a sum of CPU tensors, which overlaps with forward.
 
     Raises:

@@ -31,8 +31,7 @@ def broadcast_parameters(
     """Gives every rank the parameters and buffers of rank `src`, bit for bit. Collective.
 
     All ranks compare their models first. Then `send` and `recv` carry the tensors along a binomial
-    tree rooted at `src`, coalesced into flat messages by dtype. Each rank receives a message once
-    and forwards it.
+    tree rooted at `src`, in flat messages by dtype.
 
     Args:
         module: the model; its tensors keep their storage, shape, strides and device.

@@ -93,18 +93,13 @@ class SyncBatchNorm(_BatchNorm):
     computes its part of the gradients of weight and bias, and the Reducer averages the parts.
 
     Either all ranks run the layer in forward (and in backward), or none. If ranks have different
-    weights, multiply their losses by them; `Reducer.weight` would be too late.
-
-    In evaluation mode, or with one rank, it is torch's batch norm and communicates nothing. 16-bit
-    inputs are summed in float32, and the values that ranks exchange in forward in float64.
+    weights, multiply their losses by them; `Reducer.weight` would be too late. In evaluation mode,
+    or with one rank, it is torch's batch norm and communicates nothing.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
             torch.nn.BatchNorm2d.
         process_group: the ranks whose batches are combined; None means all.
-
-    Shape:
-        input and output: (N, C, ...) of any floating dtype, N may be 0; keeps the memory format.
 
     Raises:
         ValueError: from a forward pass: fewer than 2 dimensions, no channels, not more than one

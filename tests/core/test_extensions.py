@@ -50,8 +50,6 @@ def test_each_phase_is_called_in_its_place_until_the_extension_is_removed(world)
 
 
 class Once(Extension):
-    """Takes itself off in its first average."""
-
     def on_average(self, iteration, takes_part):
         self._of().remove_extension(self)
 

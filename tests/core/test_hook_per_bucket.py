@@ -20,8 +20,6 @@ SEVERAL = {"bucket_cap_mb": 600 / 2**20}
 
 
 class Layers(nn.Module):
-    """A chain of layers, in an order that may differ from pass to pass."""
-
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -63,7 +61,6 @@ PROGRAMS = {
 
 
 def learnt(world, **options):
-    """A model whose order of gradients is agreed on, and its Reducer."""
     model = Layers()
     reducer = ddp.Reducer(model, **options)
     for step in range(2):
@@ -237,7 +234,6 @@ def test_hooks_keep_their_place_among_those_of_the_program(world):
 
 @on("gloo-2")
 def test_a_forgotten_module_is_freed(world):
-    """Also with parameters that are noted in a bucket."""
     model, reducer = learnt(world)
     noted_alone(model, world)
     found = [weakref.ref(each) for each in (model, reducer, *model.parameters())]

@@ -40,7 +40,6 @@ OPTIONS += [{"bucket_cap_mb": "auto"}, {"straggler_every": 2}, {"fuse_wgrad": Tr
 @pytest.mark.parametrize("number", range(len(OPTIONS)))
 @on("gloo-2")
 def test_a_removed_reducer_and_its_group_are_freed_at_once(world, number):
-    """Its buckets are as large as the model, and gloo's group has threads."""
     gc.collect()
     gc.disable()
     try:

@@ -201,7 +201,6 @@ def replaced_data_and_gradients(pair):
 
 
 def a_copy(pair):
-    """It steps its own parameters; a copied state stays."""
     pair.train(2)
     before = copy.deepcopy(pair.ours)
     state = copy.deepcopy(pair.our_optimizer.state_dict())["state"]

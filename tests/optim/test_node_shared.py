@@ -83,8 +83,6 @@ def one_copy(world, kind, settings):
 
 
 def resumed(world, kind, settings):
-    """With torch's optimizer for the steps between: the same as without."""
-
     def torch_optimizer(groups, *, reducer, **settings):
         return torchs(kind)(groups, **settings)
 
@@ -153,7 +151,6 @@ def test_refuses_a_comm_hook_and_to_miss_a_rank(world):
 
 @on("gloo-2")
 def test_refuses_unlike_parameters_and_unlike_steps(world):
-    """Parameters that differ would become one."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.Linear(3, 3)
     torch.nn.init.constant_(model.weight, world.rank)

@@ -82,7 +82,6 @@ def test_bits_are_those_of_torch_whatever_the_vectors(capability):
 
 
 def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
-    """torch's fused SGD is made to round otherwise."""
     original = torch._fused_sgd_
 
     def other(parameters: list[torch.Tensor], *arguments: Any, **settings: Any) -> None:

@@ -58,10 +58,7 @@ def test_choice(times, chosen):
 
 @contextmanager
 def clock_of(cost: Callable[[Candidate], float]) -> Iterator[Callable[..., Any]]:
-    """A step takes what `cost` says of the way it was done in; caps are of a few bytes.
-
-    Yields a function that makes the Reducer, or the wrapper, whose steps are timed.
-    """
+    """Makes Reducers, or wrappers, whose steps take what `cost` says of the candidate."""
     timed: list[Any] = []
     now = 0.0
 
@@ -105,7 +102,6 @@ def averaged(reducer, world):
 
 
 def searched(world, options):
-    """Every step's way to send, and what was chosen; averages are exact in each."""
     model = Terms(1, 2, 3, 4)
     ways = []
     with clock_of(rank_0_is_misled(world)) as make:
@@ -176,10 +172,7 @@ def test_a_model_of_one_bucket_settles_at_once(world):
 @pytest.mark.parametrize("how", ["backward_and_step", "PowerSGD"])
 @on("gloo-2")
 def test_training_has_the_bits_of_one_cap(world, how):
-    """Two ranks: a sum of two is the same in any bucket; but for PowerSGD's matrices' rounding.
-
-    ddp.SGD on buckets that change, beside torch's on buckets that do not: the same bits.
-    """
+    """Two ranks: a sum of two is the same in any bucket; but for PowerSGD's matrices' rounding."""
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 1))
     theirs = copy.deepcopy(ours)

@@ -21,7 +21,6 @@ from tests.support.tiers import slow
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-3")], indirect=True)
 @on("crew")
 def test_averages_are_weighted(world):
-    """Batches of 5, 2 and 0 samples, of which the last has a loss that is not a number."""
     sizes = [5, 2, 0][: world.world_size]
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         torch.manual_seed(0)

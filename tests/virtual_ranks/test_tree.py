@@ -16,7 +16,6 @@ def plus(low, high):
 
 
 def expression(first, after):
-    """The tree from its definition: the two halves."""
     half = (first + after) // 2
     if after - first == 1:
         return str(first)
@@ -24,7 +23,6 @@ def expression(first, after):
 
 
 def partitions(virtual_ranks):
-    """Every way to cut the virtual ranks into contiguous parts."""
     for count in range(virtual_ranks):
         for cuts in combinations(range(1, virtual_ranks), count):
             edges = (0, *cuts, virtual_ranks)
