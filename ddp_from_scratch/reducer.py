@@ -121,7 +121,9 @@ class Reducer(CoreReducer):
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
         snapshot = ModuleSnapshot(module, ignore)
-        parameters = snapshot.trainable()
+        parameters = {name: p for name, p in snapshot.parameters.items() if p.requires_grad}
+        if not parameters:
+            raise ValueError("the module has no parameter that requires a gradient")
         self._backend = str(dist.get_backend(check_group(process_group)))
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if fuse_wgrad and not on_cpu:
@@ -237,11 +239,8 @@ class Reducer(CoreReducer):
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
         If a hook may start a second collective (PowerSGD, or your own hook), only one bucket is in
-        flight at a time. Set `hook.one_collective = True` if your hook starts only one.
-
-        Raises:
-            RuntimeError: a backward pass is running; or see `BucketTuning.check_hook`.
-            TypeError: `hook` is not callable.
+        flight at a time. Set `hook.one_collective = True` if your hook starts only one. Raises a
+        RuntimeError while a backward pass is running; see also `BucketTuning.check_hook`.
         """
         self._check_idle("a comm hook cannot be registered while gradients are under way")
         if (tuning := self.extension(BucketTuning)) is not None:
@@ -252,10 +251,8 @@ class Reducer(CoreReducer):
     def keep_bucket_views(self) -> None:
         """Switches to `gradient_as_bucket_view=True`. Idempotent.
 
-        An existing `.grad` keeps its memory until the next average.
-
-        Raises:
-            RuntimeError: a bucket holds gradients that are not averaged yet.
+        An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while a
+        bucket holds gradients that are not averaged yet.
         """
         self._check_idle("gradients that are under way cannot move into their buckets")
         if self.extension(Views) is None:
@@ -343,8 +340,7 @@ class Reducer(CoreReducer):
 
         Raises:
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
-            RuntimeError: inside `join()`; or, on every rank, the amounts differ and the module has
-                synchronised batch norm.
+            RuntimeError: inside `join()`; or the amounts differ with synchronised batch norm.
         """
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
@@ -366,8 +362,7 @@ class Reducer(CoreReducer):
 
     def set_joining(self, joining: bool) -> None:
         """Leaves weights and buffers to `join()` while `joining` is True."""
-        self.joining = joining
-        self.buffer_sync.set_joining(joining)
+        self.joining = self.buffer_sync.joining = joining
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
         """Joins the other ranks' next average with weight 0; keeps `.grad`."""
@@ -397,22 +392,17 @@ class Reducer(CoreReducer):
         """Calls a function for each index in `virtual_rank_range`, as inside `virtual_rank(i)`.
 
         With synchronised batch norm, a rank's virtual ranks run in lock step, one at a time in
-        threads of their own, and share moments over all virtual ranks. All their graphs are alive
-        at once. The function must then set torch's thread-local settings, except autocast.
-
-        Raises:
-            RuntimeError: virtual ranks run different layers.
+        threads of their own, and share moments over all virtual ranks. They must run the same
+        layers, and all their graphs are alive at once. The function must then set torch's
+        thread-local settings, except autocast.
         """
         self._with_virtual_ranks().run_all(function)
 
     def set_step(self, step: int, seed: int | None = None) -> None:
-        """Makes `step` the next step. Every rank must call it, with the same arguments.
+        """Makes `step`, counted from 0, the next step. Every rank must call it with these arguments.
 
-        Call it between steps. The set of ranks may have changed.
-
-        Args:
-            step: counted from 0.
-            seed: seeds the generators; None keeps the seed, which is 0 at first.
+        Call it between steps. The set of ranks may have changed. `seed` seeds the generators; None
+        keeps the seed, which is 0 at first.
         """
         self._with_virtual_ranks().set_step(step, seed)
         self.iteration = step

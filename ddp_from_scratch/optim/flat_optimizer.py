@@ -135,8 +135,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
-                `no_sync()`; nothing was stepped. Also after an earlier part of the loss ran
-                backward outside of `no_sync()`.
+                `no_sync()`; nothing was stepped.
         """
         if self._reducer is None:
             name = type(self).__name__
@@ -251,13 +250,10 @@ class _BackwardAndStep(Extension):
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):
-    """torch.optim.SGD with one flat call per bucket, and the same bits.
+    """torch.optim.SGD with one flat call per bucket; for params and reducer see `FlatOptimizer`.
 
     The bits are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
     momentum of a parameter's last elements differently.
-
-    Args: lr, momentum, dampening, weight_decay, nesterov and maximize as in torch.optim.SGD. See
-        `FlatOptimizer` for params and reducer, errors, and what a step does.
 
     Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
     """
@@ -268,11 +264,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 class Adam(FlatOptimizer, torch.optim.Adam):
     """torch.optim.Adam with one flat call per bucket, and the bits of `fused=True`.
 
-    Args: lr, betas, eps, weight_decay, amsgrad and maximize as in torch.optim.Adam. See
-        `FlatOptimizer` for params and reducer, errors, and what a step does.
-
-    Raises:
-        RuntimeError: from a step: a gradient is sparse.
+    For params and reducer see `FlatOptimizer`. Sparse gradients raise a RuntimeError.
 
     Follows: torch/optim/adam.py, `_fused_adam`.
     """

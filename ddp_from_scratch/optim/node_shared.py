@@ -163,24 +163,15 @@ class NodeSharedOptimizer(FlatOptimizer):
 
 
 class NodeSharedSGD(NodeSharedOptimizer, SGD):
-    """`ddp.SGD`, and its arguments, with one copy of parameters and momentum for a machine.
-
-    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
-    """
+    """`ddp.SGD` with one copy of parameters and momentum for a machine: `NodeSharedOptimizer`."""
 
 
 class NodeSharedAdam(NodeSharedOptimizer, Adam):
-    """`ddp.Adam`, and its arguments, with one copy of parameters and moments for a machine.
-
-    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
-    """
+    """`ddp.Adam` with one copy of parameters and moments for a machine: `NodeSharedOptimizer`."""
 
 
 class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
-    """`ddp.AdamW`, and its arguments, with one copy of parameters and moments for a machine.
-
-    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
-    """
+    """`ddp.AdamW` with one copy of parameters and moments for a machine: `NodeSharedOptimizer`."""
 
 
 def _members(run: FlatParams) -> list[int]:

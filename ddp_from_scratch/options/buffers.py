@@ -40,7 +40,7 @@ class BufferSync(Extension):
         self.enabled = False
         self.hook: BufferHook | None = None
         self._hook_is_due = True  # in the first forward pass after an average, as in torch
-        self._joining = False
+        self.joining = False  # inside `join()`
         self._futures: list[torch.futures.Future[Any]] = []
         # In flight between `_launch` and `_finish`; whether this rank sends them.
         self._sent: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
@@ -52,9 +52,6 @@ class BufferSync(Extension):
             check_buffers(self._module, self._ignore)
         self.enabled = enabled
 
-    def set_joining(self, joining: bool) -> None:
-        self._joining = joining
-
     def will_send(self) -> bool:
         return self.enabled and bool(self.named())
 
@@ -63,7 +60,7 @@ class BufferSync(Extension):
     def on_all_launched(self) -> None:
         # Not before forward as in torch's DDP, because one rank may run forward alone (an
         # evaluation). Training sees the same buffers either way.
-        if self.enabled and self.hook is None and not self._joining:
+        if self.enabled and self.hook is None and not self.joining:
             self._launch(0)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:

@@ -149,13 +149,6 @@ class ModuleSnapshot:
             or (all_of_it and [*map(_traits, everyone)] != self._traits)
         )
 
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the trainable parameters by name. Raises a ValueError if there is none."""
-        found = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        if not found:
-            raise ValueError("the module has no parameter that requires a gradient")
-        return found
-
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
         """Returns the first change, such as "parameter fc.bias was added", or None."""
         now = self._parameters_of(module)

@@ -56,9 +56,10 @@ class FusedWgrad(Extension):
     def index_of(self, parameter: torch.Tensor | None) -> int | None:
         return self._index_of.get(id(parameter))
 
-    def window(self, index: int | None, accumulation: Any) -> torch.Tensor | None:
-        """Returns the window to write a gradient to; None if torch must allocate the gradient."""
+    def window(self, accumulation: Any) -> torch.Tensor | None:
+        """Returns the window for the gradient of an autograd node; None if torch must allocate."""
         reducer: CoreReducer | None = self._of()  # None if the graph has outlived it
+        index = self.index_of(getattr(accumulation, "variable", None))
         if reducer is None or index is None or index in self._claimed:
             return None
         try:
@@ -149,7 +150,6 @@ class _Linear(torch.autograd.Function):
         # As in torch, the weight is saved only if needed: an optimizer's step may change it.
         context.save_for_backward(input, weight if context.needs_input_grad[0] else None)
         context.fused = fused
-        context.indices = None, fused.index_of(weight), fused.index_of(bias)
         return functional.linear(input, weight, bias)
 
     @staticmethod
@@ -177,7 +177,7 @@ class _Embedding(torch.autograd.Function):
     ) -> torch.Tensor:
         context.save_for_backward(tokens)
         context.rows, context.padding = len(weight), padding
-        context.fused, context.indices = fused, (None, fused.index_of(weight))
+        context.fused = fused
         return functional.embedding(tokens, weight, padding)
 
     @staticmethod
@@ -201,7 +201,7 @@ def _window(context: Any, argument: int) -> torch.Tensor | None:
         return None
     accumulation, _ = context.next_functions[argument]
     fused: FusedWgrad = context.fused
-    return fused.window(context.indices[argument], accumulation)
+    return fused.window(accumulation)
 
 
 def _into(

@@ -1,6 +1,7 @@
 """Parameters without a gradient: `find_unused_parameters`, `static_graph`, `skip_unused`."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -41,7 +42,10 @@ class Unused(Extension):
         self._count = len(reducer.parameters)
         # A `.grad` that is older than the Reducer is averaged, too, though no hook has seen it.
         self._inherited = {i for i, p in enumerate(reducer.parameters) if p.grad is not None}
-        self._static = StaticGraph(self._count) if self.is_static else None
+        # Static graph only: how many gradients each parameter had in the first pass (with
+        # checkpointing more than one), and has had in this one. So it is ready with its last one.
+        self._expected: Counter[int] | None = None
+        self._counted = Counter[int]()
         self.graphs = GraphWatch(reducer.parameters, self._on_enter)
         self._update()
 
@@ -57,7 +61,7 @@ class Unused(Extension):
     def set_static(self) -> None:
         if not self.is_static:
             self.graphs.last = None  # earlier passes may have had another graph
-            self.is_static, self._static = True, StaticGraph(self._count)
+            self.is_static = True
             self._update()
 
     def prepare(self, outputs: object) -> None:
@@ -73,14 +77,21 @@ class Unused(Extension):
             if not reducer.sync or reducer.is_in_pass():
                 return
             reducer.begin_pass()
-            reducer.mark_unused(unreached if self._static is None else self._static.unused())
+            if self._expected is not None:
+                unreached = set(range(self._count)).difference(self._expected)
+            elif self.is_static:
+                unreached = set()
+            reducer.mark_unused(unreached)
             reducer.launch_full_buckets(early=True)
 
     def on_gradient(self, index: int) -> None:
         self._used.add(index)
 
     def is_complete(self, index: int) -> bool:
-        return self._static is None or self._static.count(index)
+        if not self.is_static:
+            return True
+        self._counted[index] += 1
+        return self._expected is not None and self._counted[index] == self._expected[index]
 
     def skips(self, bucket: Bucket) -> bool:
         return self._skip and self._has_agreed and self._used.isdisjoint(bucket.members)
@@ -100,7 +111,7 @@ class Unused(Extension):
         if not reducer.may_be_unused:
             return None
         if self._used_by_any is not None:
-            # `StaticGraph` does not count gradients under no_sync(), but `used` holds them.
+            # `is_complete` does not count gradients under no_sync(), but `used` holds them.
             self._unforeseen = used - self._used_by_any
             return self._used_by_any
         group = reducer.group()
@@ -124,57 +135,31 @@ class Unused(Extension):
         return used | inherited
 
     def error(self) -> RuntimeError | None:
-        if self._static is None:
+        if not self.is_static:
             return None
-        differences = self._static.end_pass()
-        unforeseen = self._unforeseen.difference(index for index, _, _ in differences)
-        differences += [(index, 1, 0) for index in sorted(unforeseen)]
+        now, self._counted = self._counted, Counter()
+        then = self._expected = now if self._expected is None else self._expected
+        differences = {i: (now[i], then[i]) for i in range(self._count) if now[i] != then[i]}
+        unforeseen = sorted(self._unforeseen.difference(differences))
+        differences |= dict.fromkeys(unforeseen, (1, 0))
         if not differences:
             return None
-        names = self._of().names
-        counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
+        reducer: CoreReducer = self._of()
+        counts = [f"{reducer.names[i]} {n} instead of {t}" for i, (n, t) in differences.items()]
         return RuntimeError(
-            f"static_graph=True, but this backward pass on rank "
-            f"{self._of().rank} gave other numbers of gradients than "
-            f"the first: {shortened(counts)}"
+            f"static_graph=True, but this backward pass on rank {reducer.rank} gave other numbers "
+            f"of gradients than the first: {shortened(counts)}"
         )
 
     def on_abort(self) -> None:
         # A failed average may have ended on some ranks, so all must agree again.
         self._used, self._used_by_any, self._has_agreed = set(), None, False
-        if self._static is not None:
-            self._static = StaticGraph(self._count)
+        self._expected, self._counted = None, Counter()
 
     on_set_step = on_abort
 
     def remove(self) -> None:
         self.graphs.stop()
-
-
-class StaticGraph:
-    """Expects as many gradients for each parameter as in the first backward pass."""
-
-    def __init__(self, count: int) -> None:
-        # None until the first pass has ended. With checkpointing a count may exceed 1.
-        self._expected: list[int] | None = None
-        self._counted = [0] * count
-
-    def count(self, index: int) -> bool:
-        """Counts a gradient; returns True if it is the parameter's last in this pass."""
-        self._counted[index] += 1
-        return self._expected is not None and self._counted[index] == self._expected[index]
-
-    def unused(self) -> set[int]:
-        """Returns the parameters that get no gradient; an empty set in the first pass."""
-        return {index for index, times in enumerate(self._expected or []) if times == 0}
-
-    def end_pass(self) -> list[tuple[int, int, int]]:
-        """Ends a pass; returns (parameter, count, expected count) where the counts differ."""
-        counted, self._counted = self._counted, [0] * len(self._counted)
-        if self._expected is None:
-            self._expected = counted
-        pairs = zip(counted, self._expected, strict=True)
-        return [(i, now, then) for i, (now, then) in enumerate(pairs) if now != then]
 
 
 def find_tensors(value: object) -> Iterator[torch.Tensor]:

@@ -60,10 +60,8 @@ def broadcast_buffers(
 ) -> None:
     """Gives every rank the buffers of rank `src`, such as running statistics. Collective.
 
-    Without `broadcast_buffers=True` in the Reducer, call it before an evaluation or a checkpoint,
-    which read the buffers. Rank `src` keeps its values.
-
-    Args: as `broadcast_parameters`.
+    Without `broadcast_buffers=True` in the Reducer, call it before an evaluation or a checkpoint.
+    Arguments as for `broadcast_parameters`.
 
     Raises:
         ValueError: `src` is not a rank of the group, or a buffer is expanded.

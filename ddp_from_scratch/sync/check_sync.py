@@ -89,8 +89,7 @@ def check_sync(
 ) -> str:
     """Compares all ranks' parameters, and optimizer state for them, bit for bit. Collective.
 
-    Equal ranks exchange 16 bytes each. Otherwise they exchange a checksum of every tensor, and the
-    values of the first that differs.
+    Equal ranks exchange 16 bytes each, others a checksum of every tensor and the first difference.
 
     Args:
         module: its parameters are compared.
@@ -104,8 +103,8 @@ def check_sync(
 
     Raises:
         RuntimeError: something differs between ranks. The text, the same on every rank, names the
-            first parameter or part of a state that differs, the ranks that differ from rank 0, and
-            the largest absolute difference.
+            first parameter or part of a state that differs, the ranks, and the largest absolute
+            difference.
     """
     check_group(process_group)
     with on_gpu_of(module):

@@ -45,13 +45,13 @@ def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Converts every batch norm of `module` to one over all ranks.
+    """Converts every batch norm of `module` to one over all ranks, in place.
 
     A layer keeps its parameters (the same objects), buffers, hooks and mode. A layer that is used
     in two places stays one layer. `state_dict()` does not change.
 
     Args:
-        module: changed in place; may hold BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm.
+        module: may hold BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm.
         process_group: the ranks whose batches are combined; None means all. With a group other than
             the Reducer's, a layer does not queue behind the buckets in flight.
 
@@ -60,8 +60,6 @@ def convert_sync_batchnorm(
 
     Raises:
         ValueError: a layer is lazy and has no shape yet.
-
-    Follows: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and isinstance(layer, LazyModuleMixin):

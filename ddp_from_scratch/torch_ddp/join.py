@@ -62,11 +62,7 @@ class JoinableReducer(Joinable, JoinHook):
     def notify(self) -> None:
         """Begins a step on a rank with data, before each forward pass in training.
 
-        Collective inside a `Join` context.
-
-        Raises:
-            RuntimeError: some rank has no data left, and `throw_on_early_termination` is set or the
-                module has synchronised batch norm.
+        Collective inside a `Join` context. Raises what `join` does.
         """
         if not self._join_config.enable:
             return

@@ -63,6 +63,3 @@ class PartialSums(Generic[T]):
     def __iter__(self) -> Iterator[tuple[Block, T]]:
         """Yields the sums without a sibling, in the order of virtual ranks."""
         return iter(sorted(self._values.items(), key=lambda item: item[0]))
-
-    def clear(self) -> None:
-        self._values.clear()

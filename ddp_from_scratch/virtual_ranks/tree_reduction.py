@@ -89,7 +89,7 @@ class TreeReduction:
 
     def __init__(self, virtual_ranks: int, windows: bool) -> None:
         self._virtual_ranks, self._windows = virtual_ranks, windows
-        self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
+        self.clear()
 
     def add(self, virtual_rank: int, gradients: Gradients) -> None:
         """Adds the gradients of a virtual rank, and reuses their memory. Not for the last one."""
@@ -106,7 +106,7 @@ class TreeReduction:
             tensor.mul_(1 / self._virtual_ranks)
 
     def clear(self) -> None:
-        self._sums.clear()
+        self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
 
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""

@@ -134,6 +134,13 @@ def test_python_is_called_once_for_each_bucket_and_for_the_first_gradient(world)
     assert "a hook per bucket" in repr(reducer)
 
 
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "fuse_wgrad"])
+@on("gloo-2")
+def test_options_that_ask_for_each_gradient_get_each(world, option):
+    _, reducer = learnt(world, **{option: True})
+    assert not reducer.hook_per_bucket
+
+
 class Nothing(torch.autograd.Function):
     """A function with no gradient for its second input."""
 

@@ -37,6 +37,13 @@ def test_caps_that_lay_out_alike_are_one_and_one_bucket_is_not_tried_twice():
     assert tuning.candidates(layouts, overlap=False) == [[A_AFTER], [Candidate(math.inf, False)]]
 
 
+def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
+    first = [(A, False), *[(A, True), (A_AFTER, True)] * 2]
+    second = [(B, False), (B, True), (B, True)]
+    rounds = [*first, *second, *second, *first] * 2 + [*first, *second]
+    assert tuning.trials([[A, A_AFTER], [B]]) == rounds
+
+
 @pytest.mark.parametrize(
     ("times", "chosen"),
     [
