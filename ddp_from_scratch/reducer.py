@@ -399,9 +399,9 @@ class Reducer(CoreReducer):
         self._with_virtual_ranks().run_all(function)
 
     def set_step(self, step: int, seed: int | None = None) -> None:
-        """Makes `step`, counted from 0, the next step. Every rank must call it with these arguments.
+        """Makes `step`, counted from 0, the next step. Every rank must call it, between steps.
 
-        Call it between steps. The set of ranks may have changed. `seed` seeds the generators; None
+        The set of ranks may have changed. `seed`, the same on all ranks, seeds the generators; None
         keeps the seed, which is 0 at first.
         """
         self._with_virtual_ranks().set_step(step, seed)
