@@ -217,7 +217,7 @@ class Bucket:
     def _copy_strided(
         self, targets: list[torch.Tensor], sources: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Copies the pairs whose strides differ; for the others a GPU needs only one kernel."""
+        """Copies the pairs whose strides differ; returns the others, for one kernel on a GPU."""
         if [*map(_strides, targets)] == [*map(_strides, sources)]:
             return targets, sources
         alike: list[tuple[torch.Tensor, torch.Tensor]] = []
