@@ -18,7 +18,7 @@ from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node import shared_memory_beside
 from tests.support.machines import group_over, machines
 from tests.support.on_ranks import on
-from tests.support.optimizer_pair import torchs
+from tests.support.terms import torchs
 from tests.support.tiers import slow
 
 BOTH = (("SGD", {"lr": 0.01, "momentum": 0.9}), ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}))

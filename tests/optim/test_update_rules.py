@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, has_exact_kernel
-from tests.support.optimizer_pair import torchs
+from tests.support.terms import torchs
 from tests.support.tiers import slow
 
 SIZES = [*range(1, 40), 63, 64, 65, 1023, 4097, 100_003]
