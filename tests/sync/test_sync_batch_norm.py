@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch import DistributedDataParallel, SyncBatchNorm, convert_sync_batchnorm
+from ddp_from_scratch import DistributedDataParallel, Reducer, SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.sync import sync_batch_norm
 from tests.support.terms import recorded
 from tests.support.tiers import slow
@@ -161,6 +161,25 @@ def group_of_some_ranks(world):
         SyncBatchNorm(1, process_group=groups[int(world.rank == 0)])(torch.zeros(2, 1))
 
 
+def layers_that_learn_on_one_rank_alone(world):
+    n = world.world_size
+    torch.manual_seed(0)
+    branch = nn.Linear(4, 4, bias=False).double()
+    plain, norm = copy.deepcopy(branch), nn.BatchNorm1d(4, affine=False).double()
+    model = nn.Sequential(branch, convert_sync_batchnorm(copy.deepcopy(norm)))
+    Reducer(model, find_unused_parameters=True)
+    if world.rank:
+        branch.forward = lambda x: x
+    for _ in range(3):
+        x, weights = torch.randn(2, n, 3, 4, dtype=torch.float64)
+        model.zero_grad()
+        plain.zero_grad()
+        (model(x[world.rank]) * weights[world.rank]).sum().backward()
+        both = torch.cat([plain(x[0]), *x[1:]])
+        (norm(both) * weights.flatten(0, 1)).sum().backward()
+        assert (branch.weight.grad - plain.weight.grad / n).abs().max() < 1e-12
+
+
 def a_rank_out_of_data_is_told(world):
     model = convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     wrapped = DistributedDataParallel(model)
@@ -179,7 +198,7 @@ def a_rank_out_of_data_is_told(world):
     [
         *(floats_of_16_bits, no_batch_anywhere_and_one_value, group_of_some_ranks),
         no_gradient_of_the_input_and_no_second_one,
-        a_rank_out_of_data_is_told,
+        *(layers_that_learn_on_one_rank_alone, a_rank_out_of_data_is_told),
     ],
 )
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
