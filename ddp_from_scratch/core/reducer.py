@@ -186,7 +186,10 @@ class CoreReducer:
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Returns the extension of this type, or None."""
-        return next((e for e in self.extensions if isinstance(e, kind)), None)
+        for extension in self.extensions:
+            if isinstance(extension, kind):
+                return extension
+        return None
 
     # Layout -------------------------------------------------------------------------------------
 
