@@ -1,7 +1,4 @@
-"""Streams, events and the random generator of a GPU. Only this module calls torch.cuda.
-
-It prefers torch.accelerator where that is sufficient. Only CUDA has been tested.
-"""
+"""Streams, events and the random generator of a GPU. Only this module calls torch.cuda."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

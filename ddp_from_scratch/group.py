@@ -22,13 +22,7 @@ _NOT_A_MEMBER = "this rank is not a member of the process group"
 
 
 def check_group(process_group: Any) -> dist.ProcessGroup:
-    """Returns the process group; None stands for all ranks.
-
-    Raises:
-        RuntimeError: `process_group` is None, and no process group is open.
-        TypeError: `process_group` is not a process group.
-        ValueError: this rank is not in the group.
-    """
+    """Returns the process group; None means all ranks. Raises if it is none, or not this rank's."""
     if process_group is None:
         process_group = dist.group.WORLD
         if process_group is None:
@@ -65,20 +59,13 @@ _forget_default_group()
 
 
 def on_gpu_of(module: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Makes the module's GPU current for nccl's object collectives, which use the current GPU.
-
-    Otherwise ranks that never chose a GPU would all use the machine's first.
-    """
+    """Makes the module's GPU current for nccl's object collectives, not the machine's first."""
     first = next(module.parameters(), None)
     return nullcontext() if first is None else gpu.current(first.device)
 
 
 def of_member(work: dist.Work | None) -> dist.Work:
-    """Returns the work handle of a collective.
-
-    Raises:
-        ValueError: `work` is None, since this rank is not in the group.
-    """
+    """Returns the work handle of a collective; a ValueError outside of the group."""
     if work is None:
         raise ValueError(_NOT_A_MEMBER)
     return work
@@ -122,10 +109,7 @@ _gloo_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" 
 
 
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns a gloo group with the same ranks and timeout, opened at the first call. Collective.
-
-    torch.distributed does not list it.
-    """
+    """Returns an unlisted gloo group with the same ranks, opened at the first call. Collective."""
     group = check_group(process_group)
     if group not in _gloo_beside:
         _gloo_beside[group] = open_gloo(

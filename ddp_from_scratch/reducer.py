@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,6 @@ from ddp_from_scratch.virtual_ranks.virtual_ranks import VirtualRanks
 from ddp_from_scratch.watch.stall import Progress, StallWatch
 from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
-Kind = TypeVar("Kind", bound=Extension)
-
 
 class Reducer(CoreReducer):
     """All-reduces the gradients of a module in buckets, without wrapping the module.
@@ -41,17 +39,15 @@ class Reducer(CoreReducer):
     `CoreReducer` describes a step. This class turns options into extensions.
 
     Args:
-        module: its parameters with `requires_grad` are averaged. All ranks must hold the same ones
-            (`broadcast_parameters` checks this). If a forward pass writes to parameters, the ranks
-            compare them (`check_every`).
+        module: its parameters with `requires_grad` are averaged. All ranks must hold the same ones.
         process_group: the ranks that take part; None means all.
         bucket_cap_mb: size in MiB at which a bucket is closed. 0 makes one bucket for each
             parameter, `inf` one for all; None and a sequence: see `bucket_caps`. "auto" tries
             several sizes in the first averages, with and without overlap (`options/tuning.py`).
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: make `.grad` a window of its bucket instead of a copy, which saves
-            most of the memory of the gradients. `.grad` must then not be detached in place, and on
-            a CPU a large `.grad` is None between ready and averaged.
+            memory. `.grad` must then not be detached in place, and on a CPU a large `.grad` is None
+            between ready and averaged.
         find_unused_parameters: parameters may get no gradient in a backward pass, different ones on
             each rank. A parameter that no rank used keeps its `.grad`; others get the average. The
             buckets keep their first layout.
@@ -59,8 +55,8 @@ class Reducer(CoreReducer):
             gradients for each parameter. A pass that differs raises and names the parameter.
         skip_unused: skip a bucket if this rank used none of its parameters since the last average;
             the first average skips none. If ranks use different parameters, they hang.
-        broadcast_buffers: send rank 0's buffers (batch norm's running statistics) to all ranks at
-            the end of each backward pass that averages, so that any rank may evaluate at any time.
+        broadcast_buffers: send rank 0's buffers to all ranks at the end of each backward pass that
+            averages, so that any rank may evaluate at any time.
         shared_memory: on a gloo group on Linux, if two ranks share a machine, reduce in memory that
             a machine's ranks share, and send only between machines. Sums are taken in rank order,
             so with more than 2 ranks their last bits differ from gloo's.
@@ -73,9 +69,9 @@ class Reducer(CoreReducer):
         stall_after: seconds after which a waiting step is reported, with the ranks that it waits
             for (`watch/stall.py`). None means never.
         straggler_every: in every so many averages, print on rank 0 which rank the others waited
-            for, how often, how long, and in which phase (`watch/stragglers.py`). None means never.
-        ready_order: an earlier run's `ready_order`. The first layout uses it, so that sums are
-            taken in the same order and have the same bits.
+            for (`watch/stragglers.py`). None means never.
+        ready_order: an earlier run's `ready_order`. The first layout uses it, so that sums have the
+            same bits.
         virtual_ranks: a power of two. Splits a step's batch into this many equal virtual ranks.
             Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
             (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
@@ -83,23 +79,19 @@ class Reducer(CoreReducer):
         extensions: your own (`core/extension.py`), called after those of the options.
 
     Attributes:
-        module, process_group, ignore: as given.
-        device: the device of the parameters.
         sync: True if backward passes average. `no_sync()` sets it to False and back.
         joining: True inside `join()`, which sets the weights.
         iteration: the number of averages so far.
         overlap: True if the next backward pass launches buckets before its end.
         ready_order: the names of the parameters in the order of the final layout; None before it.
         flat_buckets: the current buckets in launch order, without those of sparse gradients.
-        buffer_sync: synchronises the buffers.
 
     Raises:
         ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
             is out of range.
         TypeError: `process_group` is not a process group.
         RuntimeError: no process group is open. From a forward pass, an optimizer's step or
-            `backward()`: see `options/checks.py`. From `backward()` on every rank: ranks have
-            drifted apart (`check_every`).
+            `backward()`: see `options/checks.py` and `check_every`.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -129,7 +121,9 @@ class Reducer(CoreReducer):
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
         snapshot = ModuleSnapshot(module, ignore)
-        parameters = snapshot.trainable()
+        parameters = {name: p for name, p in snapshot.parameters.items() if p.requires_grad}
+        if not parameters:
+            raise ValueError("the module has no parameter that requires a gradient")
         self._backend = str(dist.get_backend(check_group(process_group)))
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if fuse_wgrad and not on_cpu:
@@ -144,6 +138,8 @@ class Reducer(CoreReducer):
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.named, fuse_wgrad)
         sparse = sparse_parameters(module)
+        # Shared memory is freed with its group, and virtual ranks may continue in another one.
+        meets = self.meets and virtual_ranks is None
 
         def options() -> Iterator[Extension]:
             # In call order: layout first, comparisons last. An option that is off costs nothing.
@@ -179,17 +175,15 @@ class Reducer(CoreReducer):
             ready_order=ready_order
             or (list(parameters)[::-1] if virtual_ranks is not None else None),
             apart={name: SparseBucket for name, p in parameters.items() if id(p) in sparse},
-            transport=shared_memory_beside if shared_memory and on_cpu else _itself,
-            # Shared memory is freed with its group, and virtual ranks may continue in another one.
-            meets=self._meets() and virtual_ranks is None,
+            transport=shared_memory_beside if shared_memory and on_cpu else None,
+            meets=meets,
             owner=several.next_name,
             extensions=options(),
         )
-        several.add(self, self.group() if self._meets() and virtual_ranks is None else None)
+        several.add(self, self.group() if meets else None)
 
-    def _meets(self) -> bool:
-        """Returns True if all ranks construct this object together."""
-        return True
+    # True if all ranks construct this object together.
+    meets = True
 
     # Inspection ---------------------------------------------------------------------------------
 
@@ -208,10 +202,6 @@ class Reducer(CoreReducer):
             return self._bucket_cap_mb  # type: ignore[no-any-return]
         tuning = self.extension(BucketTuning)
         return tuning.present.bucket_cap_mb if tuning is not None and tuning.settled else None
-
-    def extension(self, kind: type[Kind]) -> Kind | None:
-        """Returns the extension of this type, or None."""
-        return next((e for e in self.extensions if isinstance(e, kind)), None)
 
     def stats(self) -> "ReducerStats":
         """Returns the current settings, buckets and their sizes."""
@@ -249,11 +239,8 @@ class Reducer(CoreReducer):
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
         If a hook may start a second collective (PowerSGD, or your own hook), only one bucket is in
-        flight at a time. Set `hook.one_collective = True` if your hook starts only one.
-
-        Raises:
-            RuntimeError: a backward pass is running; or see `BucketTuning.check_hook`.
-            TypeError: `hook` is not callable.
+        flight at a time. Set `hook.one_collective = True` if your hook starts only one. Raises a
+        RuntimeError while a backward pass is running; see also `BucketTuning.check_hook`.
         """
         self._check_idle("a comm hook cannot be registered while gradients are under way")
         if (tuning := self.extension(BucketTuning)) is not None:
@@ -264,10 +251,8 @@ class Reducer(CoreReducer):
     def keep_bucket_views(self) -> None:
         """Switches to `gradient_as_bucket_view=True`. Idempotent.
 
-        An existing `.grad` keeps its memory until the next average.
-
-        Raises:
-            RuntimeError: a bucket holds gradients that are not averaged yet.
+        An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while a
+        bucket holds gradients that are not averaged yet.
         """
         self._check_idle("gradients that are under way cannot move into their buckets")
         if self.extension(Views) is None:
@@ -334,11 +319,7 @@ class Reducer(CoreReducer):
 
     @contextmanager
     def keeping_local(self) -> Iterator[None]:
-        """Packs buckets but does not average them inside the context (`node_shared.py`).
-
-        Raises:
-            RuntimeError: a comm hook is registered.
-        """
+        """Packs buckets but does not average them inside the context (`node_shared.py`)."""
         self.check_free("local gradients")
         if self.comm_hook is not comm_hooks.average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
@@ -359,8 +340,7 @@ class Reducer(CoreReducer):
 
         Raises:
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
-            RuntimeError: inside `join()`; or, on every rank, the amounts differ and the module has
-                synchronised batch norm.
+            RuntimeError: inside `join()`; or the amounts differ with synchronised batch norm.
         """
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
@@ -375,20 +355,14 @@ class Reducer(CoreReducer):
             )
 
     def agree_weight(self, amount: float) -> GradientWeight:
-        """Starts to sum all ranks' amounts. Collective.
-
-        Raises:
-            RuntimeError: virtual ranks fix the comm hook.
-            ValueError: `amount` is negative or not finite.
-        """
+        """Starts to sum all ranks' amounts. Collective. Raises as `weight`."""
         self.check_free("weight() or join()")
         on_cpu = takes_cpu_tensors(self.process_group)
         return GradientWeight(amount, self.group() if on_cpu else gloo_beside(self.process_group))
 
     def set_joining(self, joining: bool) -> None:
         """Leaves weights and buffers to `join()` while `joining` is True."""
-        self.joining = joining
-        self.buffer_sync.set_joining(joining)
+        self.joining = self.buffer_sync.joining = joining
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
         """Joins the other ranks' next average with weight 0; keeps `.grad`."""
@@ -412,28 +386,23 @@ class Reducer(CoreReducer):
 
     def virtual_rank(self, index: int) -> AbstractContextManager[None]:
         """A context for virtual rank `index`: forward, and one backward without `no_sync()`."""
-        return self._with_virtual_ranks().run(index, self)
+        return self._with_virtual_ranks().run(index)
 
     def run_virtual_ranks(self, function: Callable[[int], object]) -> None:
         """Calls a function for each index in `virtual_rank_range`, as inside `virtual_rank(i)`.
 
         With synchronised batch norm, a rank's virtual ranks run in lock step, one at a time in
-        threads of their own, and share moments over all virtual ranks. All their graphs are alive
-        at once. The function must then set torch's thread-local settings, except autocast.
-
-        Raises:
-            RuntimeError: virtual ranks run different layers.
+        threads of their own, and share moments over all virtual ranks. They must run the same
+        layers, and all their graphs are alive at once. The function must then set torch's
+        thread-local settings, except autocast.
         """
-        self._with_virtual_ranks().run_all(function, self)
+        self._with_virtual_ranks().run_all(function)
 
     def set_step(self, step: int, seed: int | None = None) -> None:
-        """Makes `step` the next step. Every rank must call it, with the same arguments.
+        """Makes `step`, counted from 0, the next step. Every rank must call it, between steps.
 
-        Call it between steps. The set of ranks may have changed.
-
-        Args:
-            step: counted from 0.
-            seed: seeds the generators; None keeps the seed, which is 0 at first.
+        The set of ranks may have changed. `seed`, the same on all ranks, seeds the generators; None
+        keeps the seed, which is 0 at first.
         """
         self._with_virtual_ranks().set_step(step, seed)
         self.iteration = step
@@ -460,52 +429,35 @@ class Reducer(CoreReducer):
 
 @dataclass(frozen=True)
 class ReducerStats:
-    """Settings and buckets of a `Reducer`.
+    """Settings and buckets of a `Reducer`."""
 
-    Attributes:
-        bucket_bytes: size of each bucket, in launch order.
-        bucket_cap_bytes: size at which a bucket is closed, the largest cap.
-        parameters, parameter_bytes: number of parameters, and their total size.
-        iteration: number of averages so far.
-        rebuilt: True if the buckets are in the order in which gradients became ready.
-        overlap, gradient_as_bucket_view, find_unused_parameters, static_graph: settings.
-        comm_hook: its name.
-        hook_per_bucket: True if autograd calls the Reducer only for each bucket's last gradient.
-        transport: "shared memory" if a machine's ranks reduce there, else the backend's name.
-    """
-
-    bucket_bytes: tuple[int, ...]
-    bucket_cap_bytes: int
+    bucket_bytes: tuple[int, ...]  # in launch order
+    bucket_cap_bytes: int  # the largest cap
     parameters: int
     parameter_bytes: int
-    iteration: int
-    rebuilt: bool
+    iteration: int  # the number of averages so far
+    rebuilt: bool  # the buckets are in the order in which gradients became ready
     overlap: bool
     gradient_as_bucket_view: bool
     find_unused_parameters: bool
     static_graph: bool
     comm_hook: str
-    hook_per_bucket: bool
-    transport: str
+    hook_per_bucket: bool  # autograd calls only for each bucket's last gradient
+    transport: str  # "shared memory" if a machine's ranks reduce there, else the backend's name
 
     def __str__(self) -> str:
-        sizes = [size / 2**20 for size in self.bucket_bytes]
-        shown = ", ".join(f"{size:.3g}" for size in sizes[:8])
+        sizes = self.bucket_bytes
+        shown = ", ".join(f"{size / 2**20:.3g}" for size in sizes[:8])
         noun = "bucket" if len(sizes) == 1 else "buckets"
         more = ", ..." if len(sizes) > 8 else ""
-        on = [
-            name
-            for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
-            if getattr(self, name)
-        ]
-        settings = [f"overlap={self.overlap}", f"comm_hook={self.comm_hook}", *on]
-        settings += ["a hook per bucket"] if self.hook_per_bucket else []
-        settings.append(f"by {self.transport}")
+        switches = {
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "a hook per bucket": self.hook_per_bucket,
+        }
+        on = "".join(f", {name}" for name, is_on in switches.items() if is_on)
         return (
             f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
-            f"{', '.join(settings)}"
+            f"overlap={self.overlap}, comm_hook={self.comm_hook}{on}, by {self.transport}"
         )
-
-
-def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group

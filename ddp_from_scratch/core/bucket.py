@@ -57,21 +57,8 @@ class Bucket:
         parameters: the parameters themselves, all of one dtype and device.
         flat: the buffer; None allocates one.
         strides: the strides of each member's window; None takes the parameters' own.
-        index: its place in the launch order.
-        is_last: True if no bucket comes after this one.
+        index, is_last: its place in the launch order.
         name, label: for errors, and for torch.profiler.
-
-    Attributes:
-        offsets: the element at which each member's gradient begins.
-        views: a window of the buffer for each member.
-        state: only `launch`, `wait` and `unpack` change it.
-        missing: members that are neither ready nor unused.
-        unused: members without a gradient in this pass. They contribute the `.grad` that earlier
-            passes left, or zeros.
-        noted: members whose gradient is there, by index, with their parameters. Autograd notes them
-            without a call of the Reducer.
-        op: the reduction that turns the packed buffer into the average; None leaves the choice to
-            the comm hook.
     """
 
     is_sparse = False
@@ -94,6 +81,7 @@ class Bucket:
         self.members, self._parameters = tuple(members), list(parameters)
         self.name, self.label = name, label
         self._index, self._is_last = index, is_last
+        # The element at which each member's gradient begins.
         *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
         self.offsets = tuple(offsets)
         first = self._parameters[0]
@@ -107,9 +95,13 @@ class Bucket:
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
         # True if one call copies all members.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
-        self.state = BucketState.FILLING
+        self.state = BucketState.FILLING  # only `launch`, `wait` and `unpack` change it
+        # Members that are neither ready nor unused; those without a gradient in this pass, which
+        # contribute the `.grad` that earlier passes left, or zeros.
         self.missing, self.unused = set(self.members), set[int]()
+        # Members whose gradient autograd has noted without a call of the Reducer.
         self.noted: dict[int, torch.Tensor] = {}
+        # Turns the packed buffer into the average; None leaves the choice to the comm hook.
         self.op: dist.ReduceOp.RedOpType | None = None
         # Held until the average is there, so that Python need not wrap each `.grad` again.
         self._sources: list[torch.Tensor] = []
@@ -123,11 +115,9 @@ class Bucket:
     # For comm hooks -----------------------------------------------------------------------------
 
     def index(self) -> int:
-        """Returns its place in the launch order, 0 for the first."""
         return self._index
 
     def is_last(self) -> bool:
-        """True if it is the last bucket of a backward pass."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
@@ -161,7 +151,6 @@ class Bucket:
         return self._scratch
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Returns the members' parameters, in the order of their gradients in the buffer."""
         return list(self._parameters)
 
     # Ready --------------------------------------------------------------------------------------
@@ -181,11 +170,7 @@ class Bucket:
 
     @torch.no_grad()
     def pack(self, scale: float) -> None:
-        """Copies the gradients in, multiplied by `scale`.
-
-        Raises:
-            RuntimeError: the bucket has been launched already, or a ready gradient is gone.
-        """
+        """Copies the gradients in, multiplied by `scale`. Raises if the bucket is launched."""
         if self.state is not BucketState.FILLING:
             raise self._again()
         windows, sources = self.views, [*map(gradient_of, self._parameters)]
@@ -232,11 +217,7 @@ class Bucket:
     def _copy_strided(
         self, targets: list[torch.Tensor], sources: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Copies the pairs whose strides differ, and returns the others.
-
-        On a GPU `_foreach_copy_` needs one kernel if the strides of all pairs match, and a kernel
-        for each pair otherwise.
-        """
+        """Copies the pairs whose strides differ; returns the others, for one kernel on a GPU."""
         if [*map(_strides, targets)] == [*map(_strides, sources)]:
             return targets, sources
         alike: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -251,16 +232,7 @@ class Bucket:
 
     @torch.no_grad()
     def launch(self, hook: CommHook, state: Any, aside: bool = False) -> None:
-        """Calls the comm hook, which starts the average and returns a future.
-
-        Args:
-            hook: the comm hook.
-            state: its first argument.
-            aside: call the hook on a side stream, if the bucket is on a GPU.
-
-        Raises:
-            TypeError: the hook returned no future.
-        """
+        """Calls the comm hook, `aside` on a side stream if the bucket is on a GPU."""
         self._sent = self.flat
         if aside and self._on_gpu:
             # From torch 2.15 on, NCCL's `get_future` makes the current stream wait for the
@@ -292,12 +264,7 @@ class Bucket:
             self._future.then(lambda _: callback())
 
     def wait(self) -> None:
-        """Waits until the average is in the buffer. A no-op if nothing was launched.
-
-        Raises:
-            RuntimeError: the all-reduce failed (a peer died, a timeout).
-            TypeError: the comm hook's future holds no tensor.
-        """
+        """Waits until the average is in the buffer. A no-op if nothing was launched."""
         if self.state is not BucketState.LAUNCHED or self._future is None:
             return
         average = self._future.wait()
@@ -324,9 +291,7 @@ class Bucket:
     def unpack(self, used: Collection[int] | None = None) -> None:
         """Copies averages that have landed into `.grad`, and empties the bucket. Idempotent.
 
-        Args:
-            used: the parameters that got a gradient on some rank; None means all. The others keep
-                their `.grad`.
+        Parameters that are not among the `used` keep their `.grad`; None means all.
         """
         if self.state is BucketState.LANDED:
             windows, gradients = self.views, [*map(gradient_of, self._parameters)]
@@ -357,21 +322,14 @@ class Bucket:
         self.missing.update(self.members)
         self.unused.clear()
 
-    # Gradients that lie in the bucket: `options/views.py` ---------------------------------------
+    # For gradients that lie in the bucket: `options/views.py` -----------------------------------
 
     def claim(self, index: int) -> torch.Tensor | None:
-        """Returns the window for a missing gradient; None if `.grad` holds one already."""
         return None
 
-    def pack_one(self, index: int, scale: float) -> None:
-        """Copies the gradient of parameter `index` in before the others are ready."""
-
-    def restore_grads(self) -> None:
-        """Moves packed gradients back to `.grad`, after a pass without a launch. Idempotent."""
-
+    def pack_one(self, index: int, scale: float) -> None: ...
+    def restore_grads(self) -> None: ...
     def saved(self) -> dict[int, torch.Tensor]:
-        """Returns a copy of each `.grad` that is a window, to `load` into other buckets."""
         return {}
 
-    def load(self, saved: Mapping[int, torch.Tensor]) -> None:
-        """Copies these gradients of members in, and makes each `.grad` its window."""
+    def load(self, saved: Mapping[int, torch.Tensor]) -> None: ...

@@ -2,14 +2,10 @@
 
     reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
 
-The signature is that of torch's DDP, so hooks written for DDP run here unchanged, including those
-in `torch.distributed.algorithms.ddp_comm_hooks`:
-
-    hook(state, bucket) -> Future[Tensor]
-
-`state` is the object registered with the hook. For the hooks in this file it is the process group
-(None means all ranks). `bucket` offers the methods of torch's `dist.GradBucket`. The future's value
-is the averaged flat tensor, of any floating dtype, or a list that holds only that tensor.
+A hook is called as `hook(state, bucket) -> Future[Tensor]`, as by torch's DDP, so hooks for DDP run
+here unchanged. `state` is what was registered with the hook, for the hooks in this file a process
+group (None means all ranks). `bucket` has the methods of torch's `dist.GradBucket`. The future's
+value is the averaged flat tensor, of any floating dtype, or a list of only that tensor.
 
 The division by the world size comes before the sum, as in torch's DDP: n summands of 1/n each
 cannot overflow a 16-bit float where the average would not. A Reducer divides for these hooks while
@@ -17,8 +13,8 @@ it packs (`reduction`), which saves a pass over the bucket. If another hook or t
 them, they divide themselves.
 
 A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
-may then be in flight. A hook that starts a second collective after the first, as PowerSGD does,
-might start it before the next bucket's on one rank and after it on another.
+may then be in flight. A second collective, as PowerSGD's, might come before the next bucket's on
+one rank and after it on another.
 """
 
 from collections.abc import Callable
@@ -33,45 +29,30 @@ from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 from ddp_from_scratch.group import of_member
 
-__all__ = [
-    "allreduce_hook",
-    "average",
-    "bf16_compress_hook",
-    "fp16_compress_hook",
-]
-
 Group = dist.ProcessGroup | None
 
 
 class Later(Future):
-    """A future whose value is computed in the thread that waits for it."""
+    """A future whose value is computed in the thread that waits, where it may communicate."""
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
         super().__init__()
         self._compute = compute
         self._value: torch.Tensor | None = None
 
-    # Not a callback of the first collective, since some backends cannot start a collective there.
     def wait(self) -> torch.Tensor:
-        """Computes the value at the first call."""
         if self._value is None:
             self._value = self._compute()
         return self._value
 
-    def value(self) -> torch.Tensor:
-        """Returns the result of `wait`."""
-        return self.wait()
+    value = wait
 
     def then(self, callback: Callable[[Any], Any]) -> "Later":
-        """Returns a future that runs `callback` when it is waited for."""
         return Later(lambda: callback(self))
 
 
 def average(process_group: Group, bucket: Bucket) -> Future:
-    """All-reduces the bucket to its average over ranks, in full precision. The default.
-
-    The result has the same bits as torch's DDP.
-    """
+    """All-reduces the bucket to its average, with the bits of torch's DDP. The default."""
     op: Any = getattr(bucket, "op", None)  # torch's buckets have no such attribute
     if op is None:
         op = reduction(average, process_group)
@@ -99,10 +80,7 @@ def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
 
 
 def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
-    """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range.
-
-    Runs on every backend; torch's own hook refuses builds without NCCL.
-    """
+    """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range."""
     return _compressed(torch.bfloat16, process_group, bucket)
 
 
@@ -120,10 +98,7 @@ def has_one_collective(hook: CommHook) -> bool:
 
 
 def reduction(hook: CommHook, state: Any) -> dist.ReduceOp.RedOpType | None:
-    """Returns the reduction that averages the bucket; None leaves the choice to the hook.
-
-    SUM means that the Reducer divides while it packs, which saves a pass over the bucket.
-    """
+    """Returns the reduction that averages. None leaves it to the hook; SUM divides in packing."""
     # Not NCCL's AVG, since NVSwitches (NVLS) compute sums of floats but no averages.
     group = state or dist.group.WORLD if hook is average else None
     if isinstance(group, SharedMemoryGroup) and group.divides_first:
@@ -184,20 +159,17 @@ class _OnGPU(Future):
         self._work, self._tensor = work, tensor
 
     def done(self) -> bool:
-        """Returns True, since the host never waits."""
-        return True
+        return True  # the host never waits
 
     def wait(self) -> list[torch.Tensor]:
-        """Makes the current stream wait for the collective, and returns its result."""
         self._work.wait()
         return self.value()
 
     def value(self) -> list[torch.Tensor]:
-        """Returns the result, without waiting."""
         return [self._tensor]
 
     def then(self, callback: Callable[[Any], Any]) -> Future:
-        """Runs `callback` at once, on a stream that waits for the collective."""
-        # From torch 2.15 on, `get_future` makes the current stream wait for it, too.
+        # At once, on a stream that waits for the collective. From torch 2.15 on, `get_future` makes
+        # the current stream wait for it, too.
         with gpu.aside(self._tensor.device):
             return self._work.get_future().then(callback)

@@ -1,7 +1,6 @@
 """The hooks on parameters and optimizers that call a Reducer."""
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import chain
@@ -15,17 +14,12 @@ Handle = torch.utils.hooks.RemovableHandle
 
 
 class Hooks:
-    """The hooks of one Reducer.
+    """The hooks of one Reducer, which is held weakly.
 
-    Args:
-        reducer: held weakly.
-        ready: called with a weak reference to the Reducer, an index and the parameter, when the
-            `.grad` of that parameter is complete.
-        step: a bound method, called before any optimizer steps one of the parameters.
-
-    Attributes:
-        nodes: for each parameter, the autograd node that accumulates its gradient.
-        handles: all hooks, first those of the parameters; the Reducer adds those of its module.
+    `ready` is called with a weak reference to the Reducer, an index and the parameter, when the
+    `.grad` of that parameter is complete, and the bound method `step` before any optimizer steps
+    one of the parameters. `nodes` are the autograd nodes that accumulate their gradients. `handles`
+    are those of the parameters, and then those of its module, which the Reducer adds.
     """
 
     def __init__(
@@ -48,16 +42,14 @@ class Hooks:
             for parameter, hook in zip(parameters, self._ready, strict=True)
         ]
         # Module hooks run only if the program calls the whole module; this check always runs.
-        ours = frozenset(id(parameter) for parameter in parameters)
-        self.handles.append(_before_steps(partial(_on_step, weakref.WeakMethod(step), ours)))
+        self.ids, self.step = frozenset(map(id, parameters)), weakref.WeakMethod(step)
+        _watch_steps()
+        _living[id(self)] = self
         # The parameters may outlive the Reducer, but their hooks must not.
         weakref.finalize(self, _remove_all, self.handles)
 
     def note(self, places: Mapping[int, dict[int, torch.Tensor]]) -> None:
-        """Replaces `ready`, for the parameters in `places`, by an entry in a dictionary.
-
-        Their hook is then `setitem`, which runs no Python code.
-        """
+        """Replaces `ready` for these parameters by an entry in a dictionary, without Python."""
         for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
             hooks = handle.hooks_dict_ref()
             if hooks is not None and handle.id in hooks:
@@ -68,41 +60,25 @@ class Hooks:
     def remove(self) -> None:
         """Removes all hooks. Idempotent."""
         _remove_all(self.handles)
-
-
-def _on_step(
-    method: "weakref.WeakMethod[Callable[[torch.optim.Optimizer], None]]",
-    ours: frozenset[int],
-    optimizer: torch.optim.Optimizer,
-    *arguments: Any,
-) -> None:
-    # No Python call for each parameter: every Reducer checks every step of every optimizer.
-    steps = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    if (found := method()) is not None and not ours.isdisjoint(map(id, steps)):
-        found(optimizer)
+        _living.pop(id(self), None)
 
 
 # One hook of torch's serves all Reducers. torch iterates over its hooks without a copy, and the
 # garbage collector may remove a Reducer's hook during that.
-_step_checks: "OrderedDict[int, Callable[..., None]]" = OrderedDict()
-
-
-def _before_steps(check: Callable[..., None]) -> Handle:
-    """Calls `check` before every step of any optimizer."""
-    _watch_steps()
-    handle = Handle(_step_checks)
-    _step_checks[handle.id] = check
-    return handle
+_living: "weakref.WeakValueDictionary[int, Hooks]" = weakref.WeakValueDictionary()
 
 
 @cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_on_any_step)
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def _on_any_step(*arguments: Any) -> None:
-    for check in tuple(_step_checks.values()):
-        check(*arguments)
+def _before_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    for hooks in [*_living.values()]:
+        # No Python call for each parameter: every Reducer checks every step of every optimizer.
+        steps = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        if not hooks.ids.isdisjoint(map(id, steps)) and (step := hooks.step()) is not None:
+            step(optimizer)
 
 
 def _remove_all(handles: Iterable[Handle]) -> None:

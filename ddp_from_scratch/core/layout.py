@@ -1,7 +1,6 @@
 """The layout of gradients in buckets: arithmetic, without tensors or communication.
 
-The layout is chosen before the first backward pass, and again after it, when the order in which
-gradients become ready is known. A bucket is one flat buffer, and no gradient is split:
+A bucket is one flat buffer, and no gradient is split:
 
     bucket 0   |<-- fc2.bias -->|<------------ fc2.weight ------------>|
     offset     0                10                                     1290
@@ -27,14 +26,12 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     """Converts `bucket_cap_mb` to caps in bytes; the last one applies to all later buckets.
 
     Args:
-        bucket_cap_mb: cap in MiB. 0 gives every gradient a bucket of its own, `inf` puts all into
-            one bucket. A sequence gives the first bucket's cap, the second's, and so on. None means
-            1 MiB for the first bucket and 25 MiB for the others, as in torch's DDP. "auto" begins
-            with the same caps (`options/tuning.py`).
+        bucket_cap_mb: in MiB. 0 gives every gradient its own bucket, `inf` puts all into one. A
+            sequence gives the first bucket's cap, the second's, and so on. None means 1 MiB and
+            then 25 MiB, as in torch's DDP. "auto" begins with these (`options/tuning.py`).
 
     Raises:
-        ValueError: a cap is negative or not a number, the sequence is empty, or the string is not
-            "auto".
+        ValueError: a cap is negative or not a number, or there is none.
     """
     sizes: float | Sequence[float]
     if bucket_cap_mb is None or bucket_cap_mb == AUTO:
@@ -62,11 +59,7 @@ def assign(
             the last one applies to all later buckets.
 
     Returns:
-        The members of each bucket, in buffer order. The buckets are in the order in which they fill
-        up, which is the launch order.
-
-    Raises:
-        ValueError: `order` does not hold every index exactly once.
+        The members of each bucket, in buffer order. Buckets are in the order in which they fill up.
     """
     order = list(order)
     if sorted(order) != list(range(len(gradients))):

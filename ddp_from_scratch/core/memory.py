@@ -3,14 +3,11 @@
 import ctypes
 import mmap
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.core.layout import assign
-
-Memory: TypeAlias = dict[tuple[torch.dtype, torch.device], torch.Tensor]
 
 # Each bucket begins at a multiple of this many elements, so on a cache line and aligned for the
 # vector units of every CPU.
@@ -23,9 +20,8 @@ _libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 class FlatMemory:
     """The memory of the flat buckets, and each parameter's shape in it.
 
-    Args:
-        parameters: those whose gradients lie in flat buckets; an index stands for one.
-        memory_of: the group whose backend may offer memory (`allocate`); None for ordinary memory.
+    The backend of `memory_of` may offer memory that a machine's ranks share, and in which they
+    reduce in place; construction is then collective.
     """
 
     def __init__(
@@ -36,8 +32,12 @@ class FlatMemory:
         # Fixed now, while the strides are the same on all ranks. A rank may transpose a parameter
         # later, and its bucket must still match the others'.
         self.strides = [dense_strides(parameter) for parameter in parameters]
+        sizes = dict.fromkeys((key for _, key in self._gradients), 0)
+        for numel, (_, key) in zip(self._numels, self._gradients, strict=True):
+            # ALIGNMENT more for each, because every gradient may be a bucket of its own.
+            sizes[key] += numel + ALIGNMENT
         # Allocated once for any layout, since allocating shared memory is collective.
-        self._memory = allocate(parameters, memory_of)
+        self._memory = {key: _zeros(size, *key, memory_of) for key, size in sizes.items()}
 
     def plan(self, order: Iterable[int], caps: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns the members of the buckets; see `assign`."""
@@ -52,21 +52,6 @@ class FlatMemory:
             buffers.append(self._memory[key][ends[key] : ends[key] + numel])
             ends[key] += -(-numel // ALIGNMENT) * ALIGNMENT
         return buffers
-
-
-def allocate(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup | None) -> Memory:
-    """Allocates zeros for the gradients of all parameters, enough for any layout.
-
-    The node and mpi backends offer memory that the ranks of a machine share, and in which they
-    reduce in place; the call is then collective. Without a group, or with another backend, this
-    rank allocates alone.
-    """
-    numel: dict[tuple[torch.dtype, torch.device], int] = {}
-    for parameter in parameters:
-        key = (parameter.dtype, parameter.device)
-        # ALIGNMENT more for each, because every gradient may be a bucket of its own.
-        numel[key] = numel.get(key, 0) + parameter.numel() + ALIGNMENT
-    return {key: _zeros(number, *key, process_group) for key, number in numel.items()}
 
 
 def _zeros(

@@ -11,7 +11,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,12 +29,13 @@ from ddp_from_scratch.group import check_group
 _current_pass = torch._C._current_graph_task_id
 IDLE = -1
 
+Kind = TypeVar("Kind", bound=Extension)
+
 
 class Weight(Protocol):
-    """The weight of this rank's gradients in one average."""
+    """The weight of this rank's gradients in one average. Waits for the weights of all ranks."""
 
-    def value(self) -> float:
-        """Returns the factor for its gradients. Waits until every rank has given its weight."""
+    def value(self) -> float: ...
 
 
 class CoreReducer:
@@ -55,40 +56,28 @@ class CoreReducer:
     ready.
 
     Args:
-        module: the owner of the parameters.
+        module, process_group, overlap: see `Reducer`.
         parameters: the parameters to average, by name.
-        process_group: the ranks that take part; None means all.
         bucket_caps: see `layout.assign`.
-        overlap: launch buckets during backward. False launches all of them at its end.
         ready_order: names in the order of the final layout, if it is known.
         apart: by name, a function that makes a separate bucket for the parameter.
-        transport: maps a process group to the group that sends its buckets. Collective.
+        transport: maps a process group to the group that sends its buckets, if another. Collective.
         meets: False if a single rank may make this object; its buckets then get ordinary memory.
         owner: the Reducer's name in errors about buckets.
         extensions: added in this order.
 
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
-        device: the device of the first parameter.
-        rank: this process's rank in the group.
-        extensions: in the order in which they are called.
         caps, overlap, comm_hook, comm_state: settings of the next average.
         all_buckets, flat_buckets: in launch order; the second leaves out the buckets of `apart`.
-        bucket_of: the bucket of each parameter, by index.
-        sync: True if backward passes average. `no_sync()` sets it to False and back.
-        iteration: the number of averages so far.
         ready_order: the names of the parameters in the order of the final layout; None before it.
         keeps_layout: True if the first layout is never replaced.
-        may_be_unused: True if a parameter may get no gradient.
         concurrent: True if several buckets may be in flight under this comm hook.
         pass_number: autograd's number of the current backward pass; IDLE without one.
-        pass_thread: the thread that began it.
         broken_off: True if an exception has ended that pass, so autograd never runs its callback.
         lock: held while the buckets change.
-        hooks: the hooks through which autograd, the module and optimizers call this object.
         hook_per_bucket: True if autograd does not call for every gradient; see `_listen`.
         needs_each: True if it must, since a pass may end before all gradients are there.
-        sends: a weak reference to the group that `group()` returned last.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -102,7 +91,7 @@ class CoreReducer:
         overlap: bool = True,
         ready_order: Sequence[str] | None = None,
         apart: Mapping[str, Callable[..., Bucket]] | None = None,
-        transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] = lambda group: group,
+        transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None = None,
         meets: bool = True,
         owner: Callable[[dist.ProcessGroup | None], str] = lambda group: "a Reducer",
         extensions: Iterable[Extension] = (),
@@ -195,6 +184,13 @@ class CoreReducer:
             ]
         self._listen()
 
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """Returns the extension of this type, or None."""
+        for extension in self.extensions:
+            if isinstance(extension, kind):
+                return extension
+        return None
+
     # Layout -------------------------------------------------------------------------------------
 
     def present_order(self) -> Sequence[str]:
@@ -208,12 +204,7 @@ class CoreReducer:
         return *self._memory.plan([*filter(self._in_flat.__gt__, indices)], caps), *apart
 
     def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
-        """Rebuilds the buckets for gradients that become ready in this order. Idempotent.
-
-        Args:
-            order: every name once.
-            caps: the new caps; None keeps the old ones.
-        """
+        """Rebuilds the buckets for gradients that become ready in this order. Idempotent."""
         self.caps = caps or self.caps
         if self.plan(order, self.caps) != tuple(map(attrgetter("members"), self.all_buckets)):
             self._order = order
@@ -240,21 +231,15 @@ class CoreReducer:
             buckets.append(bucket)
         self.flat_buckets = tuple(buckets)
         for (member,) in plan[len(flat) :]:
-            name = self.names[member]
-            make, label = self._apart[name], f"ddp.bucket {len(buckets)} ({name})"
-            owner = [self.parameters[member]]
-            buckets.append(
-                make((member,), owner, len(buckets), self.process_group, name=name, label=label)
-            )
+            name, parameter = self.names[member], self.parameters[member]
+            make = self._apart[name]
+            buckets.append(make(member, parameter, len(buckets), self.process_group, name))
         self.all_buckets = tuple(buckets)
         self.bucket_of = {index: bucket for bucket in self.all_buckets for index in bucket.members}
         self._listen()
 
     def _agree_on_order(self) -> None:
-        """Lays the buckets out in the order in which rank 0's gradients became ready. Collective.
-
-        Gradients may become ready in another order on each rank, but all need the same buckets.
-        """
+        """Lays the buckets out in the order of rank 0's gradients, on all ranks. Collective."""
         seen_first = dict.fromkeys([*self._seen, *reversed(range(len(self.names)))])
         order = torch.tensor([*seen_first], device=self.device)
         dist.broadcast(order, group=self.process_group, group_src=0)
@@ -394,9 +379,9 @@ class CoreReducer:
     def has_fixed_order(self) -> bool:
         """True if every rank launches its buckets at the same points of backward.
 
-        Layers such as synchronised batch norm issue collectives of their own in backward, and all
-        ranks must issue all collectives in one order. Launches have no fixed point if the comm hook
-        starts several collectives, or if a bucket is full earlier on a rank with unused parameters.
+        Layers such as synchronised batch norm communicate in backward, and all ranks must issue all
+        collectives in one order. A comm hook with several collectives has no fixed point, nor has a
+        bucket that is full earlier on a rank with unused parameters.
         """
         return self.concurrent and not self.may_be_unused
 
@@ -412,11 +397,7 @@ class CoreReducer:
     # Pack, launch -------------------------------------------------------------------------------
 
     def launch_full_buckets(self, early: bool = False) -> None:
-        """Launches buckets in order, up to the first that is not full. Idempotent.
-
-        Args:
-            early: backward is still running, so launch nothing that must wait for its end.
-        """
+        """Launches buckets up to the first that is not full. `early`: backward still runs."""
         if early:
             if not self.overlap:
                 return
@@ -427,11 +408,10 @@ class CoreReducer:
             if not fixed and self.layers_communicate():
                 return
         # By index: readiness differs between ranks, and all must issue the same collectives.
-        while (
-            self.next_bucket < len(self.all_buckets)
-            and not self.all_buckets[self.next_bucket].missing
-        ):
+        while self.next_bucket < len(self.all_buckets):
             bucket = self.all_buckets[self.next_bucket]
+            if bucket.missing:
+                return
             if not self.concurrent:
                 self.await_hook()
             skipped = False
@@ -474,8 +454,7 @@ class CoreReducer:
     def _prepare(self) -> None:
         """Chooses the hook, the state and the factors of the next launches. Idempotent.
 
-        They stay until the hook, the weight or the group changes (a program may replace the default
-        group). Waits for all ranks' weights, if any are set.
+        They stay until the hook, the weight or the (default) group changes. Waits for all weights.
         """
         own: Any = self.process_group or dist.group.WORLD
         if own is not None and self._prepared_for is not None and self._prepared_for() is own:
@@ -507,7 +486,9 @@ class CoreReducer:
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective if `transport` is."""
-        sends = self._transport(check_group(self.process_group))
+        sends = check_group(self.process_group)
+        if self._transport is not None:
+            sends = self._transport(sends)
         self.sends = weakref.ref(sends)
         return sends
 
@@ -522,11 +503,7 @@ class CoreReducer:
         self._weight, self._prepared_for = weight, None
 
     def set_hook(self, hook: CommHook, state: Any) -> None:
-        """Averages each bucket with `hook(state, bucket)` from now on.
-
-        Raises:
-            TypeError: `hook` is not callable.
-        """
+        """Averages each bucket with `hook(state, bucket)` from now on."""
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.comm_hook, self.comm_state, self._prepared_for = hook, state, None
@@ -584,11 +561,7 @@ class CoreReducer:
             call(number)
 
     def finish(self, takes_part: bool = True) -> RuntimeError | None:
-        """Waits for each bucket in order and unpacks it; returns the error of this rank alone.
-
-        Args:
-            takes_part: False leaves each `.grad` as it is.
-        """
+        """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
         errors = self.calls["error"] if takes_part else []
         error, self._error = self._error, None
         takes_part = takes_part and error is None
@@ -714,12 +687,7 @@ class CoreReducer:
 
 
 class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass; a copy of the module gets an inert one.
-
-    Args:
-        reducer: kept alive.
-        phase: a key of its `calls`.
-    """
+    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
 
     def __init__(self, reducer: CoreReducer | None = None, phase: str = "") -> None:
         self._reducer, self._phase = reducer, phase

@@ -27,9 +27,8 @@ from ddp_from_scratch.reducer import Reducer
 
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of torch's optimizers so that a call does not import torch._dynamo."""
-
-    # The import takes a second. torch wraps the method for torch.compile, which imports it anyway.
+    # A method of torch's optimizers without the import of torch._dynamo, which takes a second.
+    # torch wraps it for torch.compile, which imports it anyway.
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         imported = "torch._dynamo" in sys.modules
@@ -41,10 +40,9 @@ def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 class FlatOptimizer(torch.optim.Optimizer):
     """One of torch's optimizers, with one flat call per bucket and torch's bits.
 
-    The second base of a subclass is torch's class.
-
-    State, parameter groups and `state_dict()` are those of torch's class, and each class loads the
-    other's. Schedulers, GradScaler, gradient clipping and step hooks work as with torch's class.
+    The second base of a subclass is torch's class. State, parameter groups and `state_dict()` are
+    that class's, and each class loads the other's. Schedulers, GradScaler, gradient clipping and
+    step hooks work, too.
 
     The phases of a step:
 
@@ -55,10 +53,9 @@ class FlatOptimizer(torch.optim.Optimizer):
        the bucket's window, `.data` was replaced), then parameters in no bucket, and those that
        cannot move, such as 16-bit floats on a CPU.
 
-    Parameters move in the first step, and rarely later. A view of a parameter that was made before
-    does not follow it; `state_dict()`, `load_state_dict()` and deep copies are not affected.
-
-    A copy of the optimizer (deep or pickled) has no Reducer and steps one by one.
+    A view of a parameter that was made before it moved does not follow it; `state_dict()`,
+    `load_state_dict()` and deep copies are not affected. A copy of the optimizer (deep or pickled)
+    has no Reducer and steps one by one.
 
     Args:
         params: parameters, named parameters or groups, as for any optimizer. Some may not be the
@@ -115,11 +112,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters with their `.grad`; `closure` and the result are as in torch.
-
-        Raises:
-            RuntimeError: gradients are not averaged yet (from the Reducer).
-        """
+        """Steps all parameters with their `.grad`; `closure` and the result are as in torch."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -142,8 +135,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
-                `no_sync()`; nothing was stepped. Also after an earlier part of the loss ran
-                backward outside of `no_sync()`.
+                `no_sync()`; nothing was stepped.
         """
         if self._reducer is None:
             name = type(self).__name__
@@ -258,13 +250,10 @@ class _BackwardAndStep(Extension):
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):
-    """torch.optim.SGD with one flat call per bucket, and the same bits.
+    """torch.optim.SGD with one flat call per bucket; for params and reducer see `FlatOptimizer`.
 
     The bits are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
     momentum of a parameter's last elements differently.
-
-    Args: lr, momentum, dampening, weight_decay, nesterov and maximize as in torch.optim.SGD. See
-        `FlatOptimizer` for params and reducer, errors, and what a step does.
 
     Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
     """
@@ -275,11 +264,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 class Adam(FlatOptimizer, torch.optim.Adam):
     """torch.optim.Adam with one flat call per bucket, and the bits of `fused=True`.
 
-    Args: lr, betas, eps, weight_decay, amsgrad and maximize as in torch.optim.Adam. See
-        `FlatOptimizer` for params and reducer, errors, and what a step does.
-
-    Raises:
-        RuntimeError: from a step: a gradient is sparse.
+    For params and reducer see `FlatOptimizer`. Sparse gradients raise a RuntimeError.
 
     Follows: torch/optim/adam.py, `_fused_adam`.
     """

@@ -1,7 +1,6 @@
 r"""Optimizers with one copy of parameters and state for all ranks of a machine.
 
-With an ordinary optimizer every rank of a machine takes the same step on the same parameters. Here
-the ranks share one copy of parameters and optimizer state, and each rank steps its share for all:
+Each rank steps its share of that copy for all:
 
     gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
                              \______\__________________/______/
@@ -15,6 +14,7 @@ machines, the ranks with the same share on each machine average it.
 import zlib
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,12 +38,10 @@ class NodeSharedOptimizer(FlatOptimizer):
     since it averages nothing in `.grad`, which is None afterwards (except sparse gradients). With
     `backward()` and `step()`, `.grad` holds averages in between, which may be clipped or unscaled.
 
-    A step begins when all ranks have ended backward, and returns when all shares are stepped, so no
-    forward or backward pass sees a half-written parameter. If a program writes to a parameter, all
-    ranks of the machine see it: let all ranks write the same values, or let one rank write, with a
-    barrier (`dist.barrier()`) before and after.
-
-    The first step compares the parameters over all ranks, and moves them into shared memory.
+    No forward or backward pass sees a half-written parameter. If a program writes to a parameter,
+    all ranks of the machine see it: let all write the same values, or let one rank write, with a
+    barrier (`dist.barrier()`) before and after. The first step compares the parameters over all
+    ranks, and moves them into shared memory.
 
     Args:
         params, args, settings, reducer: see `FlatOptimizer`. The reducer must be on mpi, or on
@@ -52,9 +50,8 @@ class NodeSharedOptimizer(FlatOptimizer):
 
     Raises:
         TypeError, ValueError: see `FlatOptimizer`; or these conditions are not met.
-        RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered
-            (`backward_and_step`), the ranks step with different settings or parameters, or the step
-            is inside `join()`.
+        RuntimeError: from a step: `.data` of a parameter was replaced, a comm hook is registered,
+            the ranks step with different settings or parameters, or the step is inside `join()`.
     """
 
     _cuts_gradients = True
@@ -92,10 +89,7 @@ class NodeSharedOptimizer(FlatOptimizer):
         self._moved = self._checked = False
 
     def backward_and_step(self, loss: torch.Tensor) -> None:
-        """Runs `loss.backward()` and `step()` in one, without averages in `.grad`.
-
-        Raises: see `FlatOptimizer`, and if a comm hook is registered.
-        """
+        """Runs `loss.backward()` and `step()` in one, without averages in `.grad` or comm hooks."""
         if self._reducer is None:
             # Raises: a copy of the optimizer has no Reducer.
             super().backward_and_step(loss)
@@ -105,31 +99,28 @@ class NodeSharedOptimizer(FlatOptimizer):
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
         with self._reducer.keeping_local():
             super().backward_and_step(loss)
-        for runs in self._runs.values():
-            for run in runs:
-                for parameter in run.parameters:
-                    # These gradients are local, but would be taken for averages.
-                    parameter.grad = None
+        for run in chain.from_iterable(self._runs.values()):
+            for parameter in run.parameters:
+                # These gradients are local, but would be taken for averages.
+                parameter.grad = None
 
     def _arrange(self) -> None:
+        ours = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters()}
         if self._reducer is not None and not self._checked:
             # All ranks' parameters become one copy, which would hide a difference.
-            ours = {id(p) for bucket in self._buckets for p in bucket.parameters()}
             module = self._reducer.module
             others = [n for n, p in module.named_parameters() if id(p) not in ours]
             check_sync(module, self._reducer.process_group, ignore=others)
             self._checked = True
         super()._arrange()
         # Gradients in `.grad` may be local, so no parameter may be stepped alone.
-        alone = {id(parameter) for parameter, _ in self._alone}
-        for bucket in self._buckets:
-            for parameter in bucket.parameters():
-                if id(parameter) in alone:
-                    raise RuntimeError(
-                        f"a parameter of shape {tuple(parameter.shape)} cannot be moved into "
-                        f"shared memory any longer: its .data was replaced after "
-                        f"{type(self).__name__} was made"
-                    )
+        for parameter, _ in self._alone:
+            if id(parameter) in ours:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} cannot be moved into shared "
+                    f"memory any longer: its .data was replaced after {type(self).__name__} was "
+                    f"made"
+                )
 
     def _check_groups(self) -> None:
         if any(group is None for bucket in self._buckets for group in self._groups_of(bucket)):
@@ -172,24 +163,15 @@ class NodeSharedOptimizer(FlatOptimizer):
 
 
 class NodeSharedSGD(NodeSharedOptimizer, SGD):
-    """`ddp.SGD`, and its arguments, with one copy of parameters and momentum for a machine.
-
-    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
-    """
+    """`ddp.SGD` with one copy of parameters and momentum for a machine: `NodeSharedOptimizer`."""
 
 
 class NodeSharedAdam(NodeSharedOptimizer, Adam):
-    """`ddp.Adam`, and its arguments, with one copy of parameters and moments for a machine.
-
-    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
-    """
+    """`ddp.Adam` with one copy of parameters and moments for a machine: `NodeSharedOptimizer`."""
 
 
 class NodeSharedAdamW(NodeSharedOptimizer, AdamW):
-    """`ddp.AdamW`, and its arguments, with one copy of parameters and moments for a machine.
-
-    See `NodeSharedOptimizer` for what the reducer must be, errors, and what a step does.
-    """
+    """`ddp.AdamW` with one copy of parameters and moments for a machine: `NodeSharedOptimizer`."""
 
 
 def _members(run: FlatParams) -> list[int]:

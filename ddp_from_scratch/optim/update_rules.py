@@ -1,15 +1,13 @@
 """One step of torch's optimizers on flat tensors, with torch's fused kernels and bits.
 
-A kernel processes a tensor in vectors, and its threads split the tensor at cache lines. So cutting
-a tensor at a cache line does not change the bits. Only the last elements, which do not fill a
-vector, may be rounded differently.
+A kernel's threads split a tensor at cache lines, so a cut there does not change the bits. Only the
+last elements, which do not fill a vector, may be rounded differently.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,10 +22,13 @@ Tensors = Sequence[torch.Tensor]
 Columns = Sequence[list[torch.Tensor]]  # the same, for several parameters
 
 
-class UpdateRule(ABC):
+class UpdateRule(Protocol):
     """The arithmetic of one of torch's optimizers.
 
-    `age` is a state's number of earlier steps. Without a "step" that counts them it is 0 or 1.
+    `state_names` are the keys of a parameter's state; all but "step" have the parameter's shape.
+    `update` steps a parameter and its state, and keeps the gradient. `update_flat` steps contiguous
+    parts, which begin at cache lines unless the rule is exact anywhere. `age` is a state's number
+    of earlier steps. Without a "step" that counts them it is 0 or 1.
     """
 
     settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
@@ -35,17 +36,9 @@ class UpdateRule(ABC):
     takes_complex: bool
     exact_anywhere: bool  # an element's bits do not depend on its position in a tensor
 
-    @abstractmethod
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        """Returns the keys of a parameter's state; all but "step" have the parameter's shape."""
-
-    @abstractmethod
-    def update(self, tensors: Tensors, age: int, group: Group) -> None:
-        """Steps a parameter and its state; keeps the gradient."""
-
-    @abstractmethod
-    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        """Steps contiguous parts, which begin at cache lines unless the rule is exact anywhere."""
+    def state_names(self, group: Group) -> tuple[str, ...]: ...
+    def update(self, tensors: Tensors, age: int, group: Group) -> None: ...
+    def update_flat(self, columns: Columns, age: int, group: Group) -> None: ...
 
     def _update_contiguous(self, tensors: Tensors, age: int, group: Group) -> None:
         # The kernel ignores strides.

@@ -1,7 +1,4 @@
-"""Synchronises buffers at the end of backward, which every rank is known to reach.
-
-reducer = ddp.Reducer(model, broadcast_buffers=True)
-"""
+"""Synchronises buffers at the end of backward, which every rank is known to reach."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
@@ -26,18 +23,11 @@ class BufferHook(NamedTuple):
     before: bool  # True runs the hook before forward, False after it
 
 
-class _Message(NamedTuple):
-    buffers: list[torch.Tensor]
-    flat: torch.Tensor
-    work: dist.Work
-
-
 class BufferSync(Extension):
     """Broadcasts one rank's buffers at the end of each synchronised backward pass.
 
-    The broadcast starts after the last bucket is launched; the buffers are written after every
-    bucket has landed. A hook runs around forward instead. Inside `join()`, `in_join` sends buffers
-    before forward, because the ranks first agree on the rank to send from.
+    They are sent after the last launch, and written after every bucket has landed. A hook runs
+    around forward instead. Inside `join()`, the ranks first agree on the rank to send from.
     """
 
     def __init__(
@@ -50,19 +40,17 @@ class BufferSync(Extension):
         self.enabled = False
         self.hook: BufferHook | None = None
         self._hook_is_due = True  # in the first forward pass after an average, as in torch
-        self._joining = False
+        self.joining = False  # inside `join()`
         self._futures: list[torch.futures.Future[Any]] = []
-        self._sent: list[_Message] = []  # in flight between `_launch` and `_finish`
-        self._src = 0  # the rank that sends them
+        # In flight between `_launch` and `_finish`; whether this rank sends them.
+        self._sent: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
+        self._is_source = False
 
     def enable(self, enabled: bool) -> None:
         """Sets `enabled`, on every rank. Raises a ValueError for an expanded buffer."""
         if enabled:
             check_buffers(self._module, self._ignore)
         self.enabled = enabled
-
-    def set_joining(self, joining: bool) -> None:
-        self._joining = joining
 
     def will_send(self) -> bool:
         return self.enabled and bool(self.named())
@@ -72,7 +60,7 @@ class BufferSync(Extension):
     def on_all_launched(self) -> None:
         # Not before forward as in torch's DDP, because one rank may run forward alone (an
         # evaluation). Training sees the same buffers either way.
-        if self.enabled and self.hook is None and not self._joining:
+        if self.enabled and self.hook is None and not self.joining:
             self._launch(0)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
@@ -83,33 +71,28 @@ class BufferSync(Extension):
 
     @torch.no_grad()
     def _launch(self, src: int) -> None:
-        self._src = src
-        self._sent = [self._begin(some) for some in messages(list(self.named().values()))]
-
-    def _begin(self, buffers: list[torch.Tensor]) -> _Message:
-        if self._is_source():
-            flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
-        else:
-            flat = buffers[0].new_empty(sum(buffer.numel() for buffer in buffers))
-        wire = flat.view(torch.uint8)  # every backend can send bytes
-        # Asynchronous, so that it overlaps with the wait for the buckets.
-        work = dist.broadcast(wire, group=self._process_group, group_src=self._src, async_op=True)
-        return _Message(buffers, flat, of_member(work))
+        self._is_source = dist.get_rank(self._process_group) == src
+        self._sent = []
+        for buffers in messages(list(self.named().values())):
+            if self._is_source:
+                flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+            else:
+                flat = buffers[0].new_empty(sum(buffer.numel() for buffer in buffers))
+            wire = flat.view(torch.uint8)  # every backend can send bytes
+            # Asynchronous, so that it overlaps with the wait for the buckets.
+            work = dist.broadcast(wire, group=self._process_group, group_src=src, async_op=True)
+            self._sent.append((buffers, flat, of_member(work)))
 
     def _finish(self) -> None:
         """Waits for buffers in flight and for the futures of hooks. Idempotent."""
         sent, self._sent = self._sent, []
-        for message in sent:
-            wait(message.work)
-            if not self._is_source():
-                values = split_like(message.flat, message.buffers)
-                self._write(list(zip(message.buffers, values, strict=True)))
+        for buffers, flat, work in sent:
+            wait(work)
+            if not self._is_source:
+                self._write(list(zip(buffers, split_like(flat, buffers), strict=True)))
         futures, self._futures = self._futures, []
         for future in futures:
             future.wait()
-
-    def _is_source(self) -> bool:
-        return dist.get_rank(self._process_group) == self._src
 
     @torch.no_grad()
     def _write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

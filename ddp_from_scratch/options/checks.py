@@ -16,8 +16,8 @@ from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gather_integers
 
 # Mapped over all parameters before every forward pass, so they must not be Python functions.
-_version = attrgetter("_version")
-_requires_grad, _dtype, _device = map(attrgetter, ("requires_grad", "dtype", "device"))
+_version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
+_traits = attrgetter("requires_grad", "dtype", "device")
 # The expensive checks run in each of the first 10 forward passes, then in every tenth.
 _OFTEN = 10
 
@@ -78,7 +78,7 @@ class Checks(Extension):
         self._written |= dict.fromkeys(written)
         # Writes before the first average lead to a comparison (`_FirstAverage`); later ones raise.
         reducer: CoreReducer = self._of()
-        if written and reducer.iteration and not self._compares(reducer):
+        if written and reducer.iteration and reducer.extension(DriftCheck) is None:
             raise RuntimeError(
                 f"a forward pass on rank {reducer.rank} has written "
                 f"to {shortened(written)}, which other ranks may not have: write to parameters "
@@ -86,20 +86,17 @@ class Checks(Extension):
                 f"check_every=N"
             )
 
-    def _compares(self, reducer: CoreReducer) -> bool:
-        return DriftCheck in map(type, reducer.extensions)
-
     def compare_writers(self) -> None:
         """Adds a `DriftCheck` if a forward pass on any rank has written. Collective."""
         reducer: CoreReducer = self._of()
-        if not self._compares(reducer):
-            group = reducer.process_group
-            with on_gpu_of(reducer.module):
-                counts = gather_integers([len(self._written)], group)
-            if any(map(any, counts)):
-                every = EVERY_AFTER_WRITES
-                drift = DriftCheck(every, reducer.module, group, self._ignore, after_writes=True)
-                reducer.add_extension(drift)  # its `on_average` runs in this average, too
+        if reducer.extension(DriftCheck) is not None:
+            return
+        module, group = reducer.module, reducer.process_group
+        with on_gpu_of(module):
+            counts = gather_integers([len(self._written)], group)
+        if any(map(any, counts)):
+            drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._ignore, after_writes=True)
+            reducer.add_extension(drift)  # its `on_average` runs in this average, too
 
 
 class _FirstAverage(Extension):
@@ -130,8 +127,7 @@ class ModuleSnapshot:
         self._ignore = frozenset(ignore)
         self.parameters = self._parameters_of(module)
         everyone = self.parameters.values()
-        self._traits = [*map(_requires_grad, everyone)], [*map(_dtype, everyone)]
-        self._devices = [*map(_device, everyone)]
+        self._trains, self._traits = [*map(_requires_grad, everyone)], [*map(_traits, everyone)]
         self.look_at(module)
 
     def look_at(self, module: torch.nn.Module) -> None:
@@ -145,29 +141,16 @@ class ModuleSnapshot:
     def looks_different(self, all_of_it: bool) -> bool:
         """True if something may have changed. `all_of_it` also compares dtypes and devices."""
         everyone = self.parameters.values()
-        if [*map(_requires_grad, everyone)] != self._traits[0]:
-            return True
-        if not all(map(is_, chain.from_iterable(self._full), self._owned)):
-            return True
-        if sum(map(len, self._full)) != len(self._owned) or any(self._empty):
-            return True
-        if not all_of_it:
-            return False
-        now = [*map(_dtype, everyone)], [*map(_device, everyone)]
-        return now != (self._traits[1], self._devices)
-
-    def trainable(self) -> dict[str, torch.nn.Parameter]:
-        """Returns the trainable parameters by name. Raises a ValueError if there is none."""
-        found = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        if not found:
-            raise ValueError("the module has no parameter that requires a gradient")
-        return found
+        return (
+            [*map(_requires_grad, everyone)] != self._trains
+            or not all(map(is_, chain.from_iterable(self._full), self._owned))
+            or sum(map(len, self._full)) != len(self._owned)
+            or any(self._empty)
+            or (all_of_it and [*map(_traits, everyone)] != self._traits)
+        )
 
     def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
-        """Returns the first change, such as "parameter fc.bias was added", or None.
-
-        With `may_freeze` a parameter that required a gradient may have been frozen.
-        """
+        """Returns the first change, such as "parameter fc.bias was added", or None."""
         now = self._parameters_of(module)
         for name in self.parameters | now:
             then, this = self.parameters.get(name), now.get(name)
@@ -182,12 +165,8 @@ class ModuleSnapshot:
         # owners, except during a substitution, which ends with the call.
         if not any(_is_substitute(parameter) for parameter in now.values()):
             self.look_at(module)
-        everyone = self.parameters.values()
-        traits = [*map(_requires_grad, everyone)], [*map(_dtype, everyone)]
-        devices = [*map(_device, everyone)]
-        thens = zip(*self._traits, self._devices, strict=True)
-        nows = zip(*traits, devices, strict=True)
-        for name, before, after in zip(self.parameters, thens, nows, strict=True):
+        for (name, parameter), before in zip(self.parameters.items(), self._traits, strict=True):
+            after = _traits(parameter)
             if before != after and not (may_freeze and before == (True, *after[1:])):
                 requires_grad, dtype, device = after
                 return (
@@ -204,20 +183,18 @@ def _is_substitute(parameter: torch.Tensor | None) -> bool:
     return parameter is not None and not isinstance(parameter, torch.nn.Parameter)
 
 
-# With `max_norm` these layers rescale in forward the rows that this rank looks up.
-_RESCALING = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-
-
 def _check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
     names = {id(parameter): name for name, parameter in parameters.items()}
     for layer in module.modules():
-        if isinstance(layer, _RESCALING) and layer.max_norm is not None:
-            name = names.get(id(layer.weight))
-            if name is not None:
-                raise ValueError(
-                    f"parameter {name} belongs to an {type(layer).__name__} with max_norm="
-                    f"{layer.max_norm:g}, which rescales in forward what its own rank looks up: "
-                    f"ranks would drift apart. Make it without max_norm, and call "
-                    f"weight.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g}) under "
-                    f"torch.no_grad() after each step"
-                )
+        if (
+            isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            and layer.max_norm is not None
+            and id(layer.weight) in names
+        ):
+            raise ValueError(
+                f"parameter {names[id(layer.weight)]} belongs to an {type(layer).__name__} with "
+                f"max_norm={layer.max_norm:g}, which rescales in forward what its own rank looks "
+                f"up: ranks would drift apart. Make it without max_norm, and call "
+                f"weight.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g}) under "
+                f"torch.no_grad() after each step"
+            )

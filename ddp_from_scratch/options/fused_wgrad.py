@@ -1,11 +1,10 @@
-"""Computes weight gradients directly into their buckets.
+"""Computes weight gradients directly into their buckets, without a copy.
 
     F.linear, autograd's backward    gradient = output_gradient.t() @ input     then copied
     F.linear, `_Linear`'s            torch.mm(output_gradient.t(), input, out=window of the bucket)
     F.embedding, `_Embedding`'s      window.zero_().index_add_(0, tokens, output_gradient)
 
-Autograd keeps an alias of the window as `.grad`, so the gradient needs no copy and no memory of its
-own. Megatron-LM does the same ("gradient_accumulation_fusion").
+Megatron-LM does the same ("gradient_accumulation_fusion").
 """
 
 import weakref
@@ -33,19 +32,14 @@ class FusedWgrad(Extension):
     (262,144 for embeddings). Only gradients that are packed one by one (`Bucket.packs_early`) are
     written to buckets. A fused layer's `forward` is replaced; copies of the layer have torch's.
 
-    Large embeddings save most: autograd would fill new memory with zeros, and packing would copy
-    it. Convolutions are not fused, because `aten::convolution_backward.out` computes in memory of
-    its own and then copies.
-
     torch computes all other gradients, with the same numbers:
 
-    - layers: subclasses, parametrized or complex weights, a replaced `forward`; embeddings with
-      16-bit weights, `sparse`, `scale_grad_by_freq` or `max_norm`.
+    - layers: convolutions (`aten::convolution_backward.out` copies, too), subclasses, parametrized
+      or complex weights, a replaced `forward`; embeddings with 16-bit weights, `sparse`,
+      `scale_grad_by_freq` or `max_norm`.
     - passes: hooks on the weight, autocast, torch.compile, torch.func, `create_graph`,
       `torch.autograd.grad`, a substituted weight.
     - gradients: a parameter's second, or of a parameter that has a `.grad`.
-
-    Needs `Views` and all parameters on a CPU.
     """
 
     def attach(self, reducer: CoreReducer) -> None:
@@ -62,17 +56,16 @@ class FusedWgrad(Extension):
     def index_of(self, parameter: torch.Tensor | None) -> int | None:
         return self._index_of.get(id(parameter))
 
-    def window(self, index: int | None, accumulation: Any) -> torch.Tensor | None:
-        """Returns the window to write a gradient to; None if torch must allocate the gradient."""
-        if index is None or index in self._claimed:
+    def window(self, accumulation: Any) -> torch.Tensor | None:
+        """Returns the window for the gradient of an autograd node; None if torch must allocate."""
+        reducer: CoreReducer | None = self._of()  # None if the graph has outlived it
+        index = self.index_of(getattr(accumulation, "variable", None))
+        if reducer is None or index is None or index in self._claimed:
             return None
         try:
             if not torch._C._will_engine_execute_node(accumulation):
                 return None
         except RuntimeError:  # torch.autograd.grad, which returns the gradient to its caller
-            return None
-        reducer: CoreReducer | None = self._of()
-        if reducer is None:  # the graph has outlived the Reducer
             return None
         bucket = reducer.bucket_of[index]
         if bucket.state is not BucketState.FILLING or index not in bucket.missing:
@@ -157,7 +150,6 @@ class _Linear(torch.autograd.Function):
         # As in torch, the weight is saved only if needed: an optimizer's step may change it.
         context.save_for_backward(input, weight if context.needs_input_grad[0] else None)
         context.fused = fused
-        context.indices = None, fused.index_of(weight), fused.index_of(bias)
         return functional.linear(input, weight, bias)
 
     @staticmethod
@@ -185,7 +177,7 @@ class _Embedding(torch.autograd.Function):
     ) -> torch.Tensor:
         context.save_for_backward(tokens)
         context.rows, context.padding = len(weight), padding
-        context.fused, context.indices = fused, (None, fused.index_of(weight))
+        context.fused = fused
         return functional.embedding(tokens, weight, padding)
 
     @staticmethod
@@ -209,7 +201,7 @@ def _window(context: Any, argument: int) -> torch.Tensor | None:
         return None
     accumulation, _ = context.next_functions[argument]
     fused: FusedWgrad = context.fused
-    return fused.window(context.indices[argument], accumulation)
+    return fused.window(accumulation)
 
 
 def _into(

@@ -26,8 +26,7 @@ class PowerSGDState:
     """The settings of PowerSGD, and what it keeps from step to step on this rank.
 
     For each compressed gradient it keeps Q, the right factor of the last step, which is the same on
-    all ranks, and the error, the part of this rank's gradient that has not been sent yet. Up to
-    rounding, the sent matrices depend only on the mean of all ranks' errors.
+    all ranks, and the error, the part of this rank's gradient that has not been sent yet.
 
     Attributes:
         rank: the rank of the matrices. A higher rank is more exact and sends more.
@@ -98,23 +97,13 @@ class PowerSGDState:
                 left.append(parameter)
         return left
 
-    def forget_errors(self, parameters: list[torch.Tensor]) -> None:
-        """Drops the errors of these parameters after they were sent."""
-        for parameter in parameters:
-            del self._errors[parameter]
-
     def rescale(self, factor: float) -> None:
         """Multiplies the errors by the factor by which the loss scale has changed."""
         for error in self._errors.values():
             error.mul_(factor)
 
     def state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Returns the state for a checkpoint, by the names of the module's parameters.
-
-        Returns:
-            "iteration"; "qs", the same on all ranks; "errors", of this rank. Tensors are not
-            copied.
-        """
+        """Returns the state for a checkpoint, by parameters' names. "errors" are this rank's."""
         named = dict(module.named_parameters())
         return {
             "iteration": self.iteration,
@@ -127,9 +116,6 @@ class PowerSGDState:
 
         With the same number of ranks, each with its own errors, the averages have the same bits.
         With another number, give every rank the mean of all errors, so that nothing is lost.
-
-        Raises:
-            KeyError: the module has no parameter of a name in `state`.
         """
         named: dict[str, torch.Tensor] = dict(module.named_parameters())
         self.iteration = state["iteration"]
@@ -153,17 +139,11 @@ def power_sgd_hook(
     3. The average is P Q^T. Its difference from M is the new error.
 
     If P and Q are not smaller than the gradient, n m <= (n + m) rank, the gradient is sent in full.
-
     Ranks that share memory first average their M in full, so only traffic between machines is
-    compressed. On a single machine that mean is the result.
+    compressed. On a single machine that mean is the result. After an overflow the hook passes on
+    non-finite values, so that GradScaler skips the step, and keeps the bucket's errors and Qs.
 
-    After an overflow the hook passes on non-finite values, so that GradScaler skips the step, and
-    keeps the bucket's errors and Qs.
-
-    Args:
-        state: the settings, and the factors and errors kept between averages.
-        bucket: the gradients.
-        group: used instead of the state's group; must have the same ranks.
+    `group` is used instead of the state's group, and must have the same ranks.
     """
     group = group or check_group(state.process_group)
     if state.iteration < state.start:
@@ -186,7 +166,8 @@ def _average_in_full(
     def finish() -> torch.Tensor:
         average: torch.Tensor = averaged.wait()
         if left and average.isfinite().all():
-            state.forget_errors(left)
+            for parameter in left:
+                del state._errors[parameter]
         state.iteration += bucket.is_last()
         return average
 

@@ -1,13 +1,9 @@
 """One launch order for the buckets of several Reducers in one backward pass.
 
-All ranks must issue the same collectives in the same order. A Reducer launches its buckets by
-index. Among several Reducers the newest launches first, because forward mostly runs modules in the
-order in which they were made, and backward runs them in reverse.
-
-Off while there is only one Reducer in the process.
+All ranks must issue the same collectives in the same order. Among several Reducers the newest
+launches first, because forward mostly runs modules in the order in which they were made.
 """
 
-import itertools
 import weakref
 
 import torch.distributed as dist
@@ -21,7 +17,6 @@ from ddp_from_scratch.options.unused import Unused
 # In the order of construction, which is the same on all ranks of a group. Not a list of weak
 # references: up to Python 3.11 the garbage collector may shorten it while it is copied.
 _made: "weakref.WeakValueDictionary[int, CoreReducer]" = weakref.WeakValueDictionary()
-_count = itertools.count()
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -37,17 +32,16 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
     """Puts a new Reducer first in the launch order, and counts it."""
     if memory_of is not None:
         _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
-    _made[next(_count)] = reducer
+    _made[id(reducer)] = reducer
     everyone = living()
     for each in everyone if len(everyone) > 1 else []:
-        if not any(isinstance(extension, Several) for extension in each.extensions):
+        if each.extension(Several) is None:
             each.add_extension(Several())
 
 
 def remove(reducer: CoreReducer) -> None:
     """Removes a Reducer from the launch order. Idempotent."""
-    for number in [number for number, found in _made.items() if found is reducer]:
-        del _made[number]
+    _made.pop(id(reducer), None)
 
 
 def living() -> list[CoreReducer]:
@@ -69,7 +63,7 @@ class Several(Extension):
         reducer, everyone = self._of(), living()
         if len(everyone) < 2:
             return True
-        unused = _unused(reducer) if reducer.may_be_unused else None
+        unused = reducer.extension(Unused) if reducer.may_be_unused else None
         if unused is not None and unused.graphs.hides_parameters:
             # A reentrant checkpoint hides parameters, also of other Reducers, until the pass ends.
             return False
@@ -120,10 +114,6 @@ class Several(Extension):
                 other.break_off(number)
 
 
-def _unused(reducer: CoreReducer) -> Unused | None:
-    return next((e for e in reducer.extensions if isinstance(e, Unused)), None)
-
-
 def _is_running(reducer: CoreReducer) -> bool:
     return reducer.pass_number != IDLE and not reducer.broken_off
 
@@ -142,7 +132,7 @@ def _takes_part(reducer: CoreReducer) -> bool:
     """True if a Reducer averages in the backward pass that autograd executes."""
     if not reducer.sync:
         return False
-    unused = _unused(reducer)
+    unused = reducer.extension(Unused)
     # A pass may go through a module without using its parameters.
     return (
         _is_running(reducer)

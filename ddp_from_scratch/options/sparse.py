@@ -1,14 +1,12 @@
-"""A bucket for one parameter's sparse gradient, which is gathered and not packed.
+"""A bucket for one parameter's sparse gradient: every rank gathers all rows, and sums equal ones.
 
-The gradient of an embedding with `sparse=True` holds only the rows that were looked up, and their
-indices. The number of rows differs between ranks and steps, so the rows cannot be all-reduced.
-Instead every rank gathers all rows and sums those with the same index:
+Rows of two ranks, and their average:
 
     rank 0   rows 3 7        padded   3 7 0 0        all ranks   1 3 5 7 9
     rank 1   rows 1 3 5 9             1 3 5 9                    each row: sum / 2
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -38,17 +36,15 @@ class SparseBucket(Bucket):
 
     def __init__(
         self,
-        members: Sequence[int],
-        parameters: Sequence[torch.nn.Parameter],
+        member: int,
+        parameter: torch.nn.Parameter,
         index: int,
         process_group: dist.ProcessGroup | None,
         name: str,
-        label: str,
     ) -> None:
-        self.members, self._parameters = tuple(members), list(parameters)
-        (self._parameter,) = parameters
-        self.name, self.label, self._index = name, label, index
-        self._process_group = process_group
+        self.members, self._parameters, self._parameter = (member,), [parameter], parameter
+        self.name, self.label = name, f"ddp.bucket {index} ({name})"
+        self._index, self._process_group = index, process_group
         self.missing, self.unused = set(self.members), set[int]()
         self.state, self.noted = BucketState.FILLING, {}
         self._work: dist.Work | None = None
@@ -81,9 +77,7 @@ class SparseBucket(Bucket):
     @torch.no_grad()
     def launch(self, hook: object, state: object, aside: bool = False) -> None:
         mine = torch.tensor(self._kind_and_rows, device=self._parameter.device)
-        self._kinds = [
-            torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))
-        ]
+        self._kinds = self._one_of_each_rank(mine)
         work = dist.all_gather(self._kinds, mine, self._process_group, async_op=True)
         self._work = of_member(work)
         self.state = BucketState.LAUNCHED
@@ -96,8 +90,7 @@ class SparseBucket(Bucket):
         work = self._work
         return work is None or gpu.is_gpu(self._parameter.device) or work.is_completed()
 
-    def when_landed(self, callback: Callable[[], None]) -> None:
-        """Does nothing: the rows are gathered in `wait`."""
+    def when_landed(self, callback: Callable[[], None]) -> None: ...  # `wait` gathers the rows
 
     def wait(self) -> None:
         if self._work is None or self._average is not None:
@@ -151,8 +144,11 @@ class SparseBucket(Bucket):
             check_invariants=False,  # without it torch warns
         ).coalesce()
 
+    def _one_of_each_rank(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
+
     def _gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._process_group))]
+        parts = self._one_of_each_rank(mine)
         # The padded size is the same on all ranks, so all of them skip an empty collective.
         if mine.numel():
             dist.all_gather(parts, mine, group=self._process_group)

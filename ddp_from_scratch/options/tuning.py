@@ -14,8 +14,8 @@ import math
 import statistics
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import truediv
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,20 +37,11 @@ TIE = 0.01
 SURE = 0.6
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A bucket size, with or without overlap."""
 
     bucket_cap_mb: float | Sequence[float]  # see `bucket_caps`
     overlap: bool  # True launches buckets during backward, False at its end
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The candidate that one average runs with."""
-
-    candidate: Candidate
-    counted: bool  # False ignores the time
 
 
 def candidates(
@@ -68,25 +59,20 @@ def candidates(
     ]
 
 
-def trials(groups: Sequence[Sequence[Candidate]], rounds: int = ROUNDS) -> list[Trial]:
-    """Plans the coming averages. A round tries each candidate twice; a single one needs none."""
-    if sum(map(len, groups)) == 1:
-        return []
-    found: list[Trial] = []
-    for number in range(rounds):
+def trials(groups: Sequence[Sequence[Candidate]]) -> list[tuple[Candidate, bool]]:
+    """Plans the coming averages, and whether their times count."""
+    found: list[tuple[Candidate, bool]] = []
+    for number in range(ROUNDS if sum(map(len, groups)) > 1 else 0):
         for place in range(len(groups)):
             # Rounds begin with different layouts, so that a periodic delay does not hit only one.
             group = groups[(number + place) % len(groups)]
             # The first step includes the cost of laying out the buckets.
-            found += [Trial(group[0], False), *(Trial(c, True) for c in (*group, *group))]
+            found += [(group[0], False), *((each, True) for each in (*group, *group))]
     return found
 
 
 def choose(times: Mapping[Candidate, Sequence[float]]) -> Candidate:
-    """Returns the first candidate that ties with the best, preferring overlap.
-
-    `times` holds the seconds of each candidate's steps, in the order of `trials`.
-    """
+    """Returns the first candidate that ties with the best in `times`, preferring overlap."""
     # Steps are compared within a round, because a machine that is slow for a while slows all of
     # them. Medians ignore the occasional step with an evaluation or a slow batch.
     usual = [statistics.median(of_all) for of_all in zip(*times.values(), strict=True)]
@@ -112,40 +98,39 @@ class BucketTuning(Extension):
         self.present = Candidate(DEFAULT, reducer.overlap)
         super().attach(reducer)
         self._known_order = reducer.ready_order  # of the current layout
-        self._overlap = reducer.overlap
         # Trials to come; None before the first average. All ranks plan the same, without a clock.
-        self._ahead: list[Trial] | None = None
-        self._trial: Trial | None = None
+        self._ahead: list[tuple[Candidate, bool]] | None = None
+        self._counts = False  # the time of the average to come
         self._times: dict[Candidate, list[float]] = {}
         self._last = math.nan  # the clock at the end of the last average
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         if self.settled:
             return
+        reducer: CoreReducer = self._of()
         # The Reducer has just rebuilt the buckets, which makes the time of this step useless.
-        if self._of().ready_order is not self._known_order:
-            self._known_order = self._of().ready_order
+        if reducer.ready_order is not self._known_order:
+            self._known_order = reducer.ready_order
             return
-        now, order = clock(self._of().device), self._of().present_order()
+        now, order = clock(reducer.device), reducer.present_order()
         if self._ahead is None:
-            layouts = {cap: self._of().plan(order, bucket_caps(cap)) for cap in CAPS}
-            groups = candidates(layouts, self._overlap)
+            layouts = {cap: reducer.plan(order, bucket_caps(cap)) for cap in CAPS}
+            groups = candidates(layouts, self.present.overlap)
             self._times = {candidate: [] for group in groups for candidate in group}
             self._ahead = trials(groups)
-        elif self._trial is not None and self._trial.counted:
-            self._times[self._trial.candidate].append(now - self._last)
+        elif self._counts:
+            self._times[self.present].append(now - self._last)
         self._last = now
-        self._trial = self._ahead.pop(0) if self._ahead else None
-        if self._trial is not None:
-            self._apply(self._trial.candidate, order)
+        if self._ahead:
+            candidate, self._counts = self._ahead.pop(0)
+            self._apply(candidate, order)
             return
         if len(self._times) > 1:
-            device = self._of().device
-            times = torch.tensor(list(self._times.values()), dtype=torch.float64, device=device)
+            rows = list(self._times.values())
+            times = torch.tensor(rows, dtype=torch.float64, device=reducer.device)
             # The slowest rank sets the time. With equal times, all ranks make the same choice.
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=self._of().process_group)
-            self._times = dict(zip(self._times, times.tolist(), strict=True))
-            self._apply(choose(self._times), order)
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=reducer.process_group)
+            self._apply(choose(dict(zip(self._times, times.tolist(), strict=True))), order)
         self.settled = True
 
     def check_hook(self, hook: CommHook) -> None:

@@ -1,6 +1,7 @@
 """Parameters without a gradient: `find_unused_parameters`, `static_graph`, `skip_unused`."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -41,7 +42,10 @@ class Unused(Extension):
         self._count = len(reducer.parameters)
         # A `.grad` that is older than the Reducer is averaged, too, though no hook has seen it.
         self._inherited = {i for i, p in enumerate(reducer.parameters) if p.grad is not None}
-        self._static = StaticGraph(self._count) if self.is_static else None
+        # Static graph only: how many gradients each parameter had in the first pass (with
+        # checkpointing more than one), and has had in this one. So it is ready with its last one.
+        self._expected: Counter[int] | None = None
+        self._counted = Counter[int]()
         self.graphs = GraphWatch(reducer.parameters, self._on_enter)
         self._update()
 
@@ -57,7 +61,7 @@ class Unused(Extension):
     def set_static(self) -> None:
         if not self.is_static:
             self.graphs.last = None  # earlier passes may have had another graph
-            self.is_static, self._static = True, StaticGraph(self._count)
+            self.is_static = True
             self._update()
 
     def prepare(self, outputs: object) -> None:
@@ -73,14 +77,21 @@ class Unused(Extension):
             if not reducer.sync or reducer.is_in_pass():
                 return
             reducer.begin_pass()
-            reducer.mark_unused(unreached if self._static is None else self._static.unused())
+            if self._expected is not None:
+                unreached = set(range(self._count)).difference(self._expected)
+            elif self.is_static:
+                unreached = set()
+            reducer.mark_unused(unreached)
             reducer.launch_full_buckets(early=True)
 
     def on_gradient(self, index: int) -> None:
         self._used.add(index)
 
     def is_complete(self, index: int) -> bool:
-        return self._static is None or self._static.count(index)
+        if not self.is_static:
+            return True
+        self._counted[index] += 1
+        return self._expected is not None and self._counted[index] == self._expected[index]
 
     def skips(self, bucket: Bucket) -> bool:
         return self._skip and self._has_agreed and self._used.isdisjoint(bucket.members)
@@ -90,10 +101,7 @@ class Unused(Extension):
             self._of().mark_unused(range(self._count))
 
     def used(self) -> set[int] | None:
-        """Returns the parameters that some rank used since the last average; None means all.
-
-        Collective. Waits for other ranks only if this rank did not use every parameter.
-        """
+        """Returns the parameters that some rank used since the last average; None means all."""
         reducer: CoreReducer = self._of()
         used, self._used = self._used, set()
         # `zero_grad()` may have dropped some of these gradients.
@@ -103,7 +111,7 @@ class Unused(Extension):
         if not reducer.may_be_unused:
             return None
         if self._used_by_any is not None:
-            # `StaticGraph` does not count gradients under no_sync(), but `used` holds them.
+            # `is_complete` does not count gradients under no_sync(), but `used` holds them.
             self._unforeseen = used - self._used_by_any
             return self._used_by_any
         group = reducer.group()
@@ -127,60 +135,31 @@ class Unused(Extension):
         return used | inherited
 
     def error(self) -> RuntimeError | None:
-        if self._static is None:
+        if not self.is_static:
             return None
-        differences = self._static.end_pass()
-        unforeseen = self._unforeseen.difference(index for index, _, _ in differences)
-        differences += [(index, 1, 0) for index in sorted(unforeseen)]
+        now, self._counted = self._counted, Counter()
+        then = self._expected = now if self._expected is None else self._expected
+        differences = {i: (now[i], then[i]) for i in range(self._count) if now[i] != then[i]}
+        unforeseen = sorted(self._unforeseen.difference(differences))
+        differences |= dict.fromkeys(unforeseen, (1, 0))
         if not differences:
             return None
-        names = self._of().names
-        counts = [f"{names[i]} {now} instead of {then}" for i, now, then in differences]
+        reducer: CoreReducer = self._of()
+        counts = [f"{reducer.names[i]} {n} instead of {t}" for i, (n, t) in differences.items()]
         return RuntimeError(
-            f"static_graph=True, but this backward pass on rank "
-            f"{self._of().rank} gave other numbers of gradients than "
-            f"the first: {shortened(counts)}"
+            f"static_graph=True, but this backward pass on rank {reducer.rank} gave other numbers "
+            f"of gradients than the first: {shortened(counts)}"
         )
 
     def on_abort(self) -> None:
         # A failed average may have ended on some ranks, so all must agree again.
         self._used, self._used_by_any, self._has_agreed = set(), None, False
-        if self._static is not None:
-            self._static = StaticGraph(self._count)
+        self._expected, self._counted = None, Counter()
 
     on_set_step = on_abort
 
     def remove(self) -> None:
         self.graphs.stop()
-
-
-class StaticGraph:
-    """Expects as many gradients for each parameter as in the first backward pass.
-
-    Then a parameter is ready with its last gradient, and unused ones are known from the start.
-    """
-
-    def __init__(self, count: int) -> None:
-        # None until the first pass has ended. With checkpointing a count may exceed 1.
-        self._expected: list[int] | None = None
-        self._counted = [0] * count
-
-    def count(self, index: int) -> bool:
-        """Counts a gradient; returns True if it is the parameter's last in this pass."""
-        self._counted[index] += 1
-        return self._expected is not None and self._counted[index] == self._expected[index]
-
-    def unused(self) -> set[int]:
-        """Returns the parameters that get no gradient; an empty set in the first pass."""
-        return {index for index, times in enumerate(self._expected or []) if times == 0}
-
-    def end_pass(self) -> list[tuple[int, int, int]]:
-        """Ends a pass; returns (parameter, count, expected count) where the counts differ."""
-        counted, self._counted = self._counted, [0] * len(self._counted)
-        if self._expected is None:
-            self._expected = counted
-        pairs = zip(counted, self._expected, strict=True)
-        return [(i, now, then) for i, (now, then) in enumerate(pairs) if now != then]
 
 
 def find_tensors(value: object) -> Iterator[torch.Tensor]:
@@ -198,18 +177,10 @@ def find_tensors(value: object) -> Iterator[torch.Tensor]:
             yield from find_tensors(getattr(value, field.name))
 
 
-def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Returns the leaves that backward from `outputs` would reach.
-
-    None means unknown, because the graph contains a reentrant checkpoint.
-    """
-    leaves: list[torch.Tensor] = []
-    ahead = []
-    for output in outputs:
-        if output.grad_fn is not None:
-            ahead.append(output.grad_fn)
-        elif output.requires_grad:
-            leaves.append(output)
+def reached(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Returns the leaves that backward would reach; None if a reentrant checkpoint hides some."""
+    leaves = [output for output in outputs if output.is_leaf and output.requires_grad]
+    ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
     seen = set(ahead)
     while ahead:
         node = ahead.pop()
@@ -226,7 +197,7 @@ def reached(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor] | None:
 
 
 class _Forward:
-    def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor]) -> None:
         self.reached = reached  # indices of the Reducer's parameters; None means unknown
         self.others = [weakref.ref(leaf) for leaf in others]
 
@@ -234,11 +205,10 @@ class _Forward:
 class GraphWatch:
     """Walks the graph of each forward pass, and calls back when a backward pass enters it.
 
-    `on_forward` walks from the module's outputs to the parameters. When backward reaches one of
-    these outputs, before any gradient of this graph is ready, it calls the bound method `on_enter`
-    with the indices of the parameters that get no gradient in this pass. The set is empty if the
-    graph contains a reentrant checkpoint, which hides parameters. `torch.autograd.grad` is ignored,
-    since it accumulates nothing in `.grad`.
+    When backward reaches an output, before any gradient of this graph is ready, the bound method
+    `on_enter` gets the indices of the parameters without a gradient in this pass: an empty set if
+    the graph contains a reentrant checkpoint, which hides parameters. `torch.autograd.grad` is
+    ignored, since it accumulates nothing in `.grad`.
     """
 
     def __init__(
@@ -258,10 +228,7 @@ class GraphWatch:
         return any(forward.reached is None for forward in self._forwards)
 
     def on_forward(self, outputs: object, as_before: bool = False) -> None:
-        """Walks from all tensors in `outputs`, and registers a hook on the node of each.
-
-        With `as_before` (a static graph) it reuses the result of the last walk.
-        """
+        """Hooks the nodes of all tensors in `outputs`. Walks the graph unless it is as before."""
         # Transforms of torch.func accumulate nothing, and hide the parameters.
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
@@ -272,52 +239,43 @@ class GraphWatch:
         if self.last is None or not as_before:
             with torch.profiler.record_function("search_unused_parameters"):
                 leaves = reached(tensors)
-            if leaves is None:
-                self.last = _Forward(None)
-            else:
-                known = self._index_of
-                ours = {known[id(leaf)] for leaf in leaves if id(leaf) in known}
-                self.last = _Forward(ours, (leaf for leaf in leaves if id(leaf) not in known))
+            known = self._index_of
+            others = [leaf for leaf in leaves or () if id(leaf) not in known]
+            ours = {known[id(leaf)] for leaf in leaves or () if id(leaf) in known}
+            self.last = _Forward(None if leaves is None else ours, others)
         forward = self.last
         self._forwards.add(forward)
         for node in nodes:
             # Weak, so that a graph does not keep the Reducer alive.
-            node.register_prehook(partial(_enter, weakref.ref(self), forward))
+            node.register_prehook(partial(self._enter, weakref.ref(self), forward))
 
     def will_enter(self) -> bool:
         """True if the pass that autograd executes goes through one of these graphs."""
-        return any(self._accumulates(f.reached or set(), f) for f in self._forwards)
+        return any(map(self._accumulates, self._forwards))
 
     def stop(self) -> None:
         """Stops calling `on_enter`, even if graphs are still alive. Idempotent."""
         self._forwards.clear()
         self._stopped = True
 
-    def enter(self, forward: _Forward) -> None:
+    @staticmethod
+    def _enter(watch: "weakref.ref[GraphWatch]", forward: _Forward, gradients: Any) -> None:
         """Reports unused parameters. Autograd calls it at an output of this forward pass."""
-        on_enter = self._on_enter()
-        if on_enter is None or self._stopped:
+        self = watch()
+        on_enter = None if self is None or self._stopped else self._on_enter()
+        if self is None or on_enter is None:
             return
         if self.hides_parameters:
             on_enter(set())  # the checkpoint may use any parameter
-            return
-        reached = forward.reached or set()
-        if not self._accumulates(reached, forward):
-            return
-        # The pass may execute more than this walk has seen, such as several forward passes.
-        rest = set(range(len(self._parameters))) - reached
-        on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
+        elif self._accumulates(forward):
+            # The pass may execute more than this walk has seen, such as several forward passes.
+            rest = set(range(len(self._parameters))) - (forward.reached or set())
+            on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
 
-    def _accumulates(self, reached: set[int], forward: _Forward) -> bool:
+    def _accumulates(self, forward: _Forward) -> bool:
         """True for `backward()`, False for `torch.autograd.grad`."""
-        if reached:
-            return any(will_accumulate(self._parameters[i]) for i in reached)
+        if forward.reached:
+            return any(will_accumulate(self._parameters[i]) for i in forward.reached)
         # A static graph's record is from an earlier step, whose other leaves may be freed.
         others = [other() for other in forward.others]
         return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
-
-
-def _enter(watch: "weakref.ref[GraphWatch]", forward: _Forward, gradients: Any) -> None:
-    found = watch()
-    if found is not None:
-        found.enter(forward)

@@ -15,8 +15,7 @@ from ddp_from_scratch.core.memory import lies_at
 class ViewBucket(Bucket):
     """A bucket whose windows are the gradients between backward passes.
 
-    Large gradients on a CPU are packed one by one when they become ready, while they are in the
-    cache. Their `.grad` is then None until the bucket is averaged.
+    Large gradients on a CPU are packed as they become ready, while they are in the cache.
     """
 
     keeps_no_graph = "a window of a bucket: use gradient_as_bucket_view=False"

@@ -13,9 +13,7 @@ _MOST = 1e100  # float64 ends at 1e308, and squares are summed
 class GradientWeight:
     """The factor for this rank's gradients: amount x world size / sum of all ranks' amounts.
 
-    The plain average of gradients times these factors is the average weighted by amounts, such as
-    numbers of samples or tokens. Equal amounts make every factor 1.
-
+    The plain average of gradients times these factors is the average weighted by amounts.
     Construction is collective. It starts a sum of CPU tensors, which overlaps with forward.
 
     Raises:
@@ -39,23 +37,19 @@ class GradientWeight:
         self._amount, self._work = float(amount), of_member(work)
         self._world_size = dist.get_world_size(process_group)
 
-    @property
-    def _agreed(self) -> tuple[float, float]:
-        self._work.wait()
-        total, squares = self._sums.tolist()
-        if math.isnan(total):
-            raise ValueError("another rank's weight is negative or not finite, or too large")
-        return total, squares
-
     def total(self) -> float:
         """Waits for all ranks' amounts. Raises a ValueError if one is negative or not finite."""
-        return self._agreed[0]
+        self._work.wait()
+        total: float = self._sums[0].item()
+        if math.isnan(total):
+            raise ValueError("another rank's weight is negative or not finite, or too large")
+        return total
 
     def all_equal(self) -> bool:
         """True if all ranks gave the same amount, up to rounding. Waits like `total`."""
-        total, squares = self._agreed
+        square = self.total() ** 2
         # The difference is never negative, and zero only for equal amounts (Cauchy-Schwarz).
-        return self._world_size * squares - total**2 <= 1e-12 * total**2
+        return bool(self._world_size * self._sums[1] - square <= 1e-12 * square)
 
     def value(self) -> float:
         """Returns the factor. Waits like `total`. Raises a ValueError if the amounts sum to 0."""

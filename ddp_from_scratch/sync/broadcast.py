@@ -1,7 +1,4 @@
-"""Compares the ranks' models, and sends rank 0's parameters and buffers to all.
-
-Averaged gradients keep ranks equal only if they start equal.
-"""
+"""Compares the ranks' models, and sends rank 0's parameters and buffers to all."""
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
@@ -34,8 +31,7 @@ def broadcast_parameters(
     """Gives every rank the parameters and buffers of rank `src`, bit for bit. Collective.
 
     All ranks compare their models first. Then `send` and `recv` carry the tensors along a binomial
-    tree rooted at `src`, coalesced into flat messages by dtype. Each rank receives a message once
-    and forwards it.
+    tree rooted at `src`, in flat messages by dtype.
 
     Args:
         module: the model; its tensors keep their storage, shape, strides and device.
@@ -64,10 +60,8 @@ def broadcast_buffers(
 ) -> None:
     """Gives every rank the buffers of rank `src`, such as running statistics. Collective.
 
-    Without `broadcast_buffers=True` in the Reducer, call it before an evaluation or a checkpoint,
-    which read the buffers. Rank `src` keeps its values.
-
-    Args: as `broadcast_parameters`.
+    Without `broadcast_buffers=True` in the Reducer, call it before an evaluation or a checkpoint.
+    Arguments as for `broadcast_parameters`.
 
     Raises:
         ValueError: `src` is not a rank of the group, or a buffer is expanded.
@@ -111,11 +105,9 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
         shape = f"{kind} {name}: shape {tuple(tensor.shape)}"
         if kind == "buffer":
             return f"{shape}, {tensor.dtype}"
-        return (
-            f"{shape}, strides {tensor.stride()}, {tensor.dtype}, "
-            f"requires_grad={tensor.requires_grad}"
-            f"{', sparse gradient' if id(tensor) in sparse else ''}"
-        )
+        end = ", sparse gradient" if id(tensor) in sparse else ""
+        trains = f"requires_grad={tensor.requires_grad}"
+        return f"{shape}, strides {tensor.stride()}, {tensor.dtype}, {trains}{end}"
 
     found = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
     return [line(k, n, t) for k, named in found.items() for n, t in named if n not in ignore]
@@ -175,12 +167,9 @@ def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[list[int
     while bit < world_size and not relative & bit:
         bit <<= 1
     parent = [(relative - bit + root) % world_size] if relative else []
-    children = []
     # The child with the largest subtree comes first, so that the longest path starts earliest.
-    while bit := bit >> 1:
-        if relative + bit < world_size:
-            children.append((relative + bit + root) % world_size)
-    return parent, children
+    steps = [bit >> k for k in range(1, bit.bit_length())]
+    return parent, [(relative + s + root) % world_size for s in steps if relative + s < world_size]
 
 
 @torch.no_grad()

@@ -23,9 +23,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns a 64-bit checksum of each dense tensor, of its bits in logical order.
 
-    It is the sum, modulo 2**64, of the elements' bits as integers times odd random weights. A
-    change of one element always shows. At worst, changes of several elements cancel out about once
-    in 2**32 times.
+    A sum of the elements' bits as integers times odd random weights: a change of one element always
+    shows; changes of several cancel out at most about once in 2**32 times.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []
@@ -90,8 +89,7 @@ def check_sync(
 ) -> str:
     """Compares all ranks' parameters, and optimizer state for them, bit for bit. Collective.
 
-    Equal ranks exchange 16 bytes each. Otherwise they exchange a checksum of every tensor, and the
-    values of the first that differs.
+    Equal ranks exchange 16 bytes each, others a checksum of every tensor and the first difference.
 
     Args:
         module: its parameters are compared.
@@ -105,8 +103,8 @@ def check_sync(
 
     Raises:
         RuntimeError: something differs between ranks. The text, the same on every rank, names the
-            first parameter or part of a state that differs, the ranks that differ from rank 0, and
-            the largest absolute difference.
+            first parameter or part of a state that differs, the ranks, and the largest absolute
+            difference.
     """
     check_group(process_group)
     with on_gpu_of(module):
@@ -114,9 +112,8 @@ def check_sync(
 
 
 class DriftCheck(Extension):
-    """Runs `check_sync` in every so many averages of a Reducer.
+    """Runs `check_sync` in every so many averages of a Reducer, on the result of the last step.
 
-    It runs at the end of a synchronised backward pass, so it compares the result of the last step.
     `after_writes` means that a forward pass has written to parameters, which keeps ranks equal only
     if the values do not depend on a rank's data. The next average is then checked, too.
     """
@@ -144,8 +141,8 @@ class DriftCheck(Extension):
         self._optimizers.clear()
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        """Compares ranks if a check is due, except those without data in `join()`. Collective."""
-        # Every rank takes part in an average, but one rank may run forward or step alone.
+        # Every rank takes part in an average, but one rank may run forward or step alone. Ranks
+        # without data in `join()` are not compared.
         is_due, self._is_due = self._is_due, False
         if not is_due and iteration % self._every:
             return
@@ -237,17 +234,17 @@ def _find_difference(
         }
         first, mark = next(iter(marks.items()))
         differ = [rank for rank, theirs in marks.items() if theirs != mark]
-        if differ:
-            kinds = {rank: theirs[0] if theirs else "missing" for rank, theirs in marks.items()}
-            if len(set(kinds.values())) > 1:
-                size = f": {kinds[first]} there, {kinds[differ[0]]} on rank {differ[0]}"
-            else:
-                tensor = None if held is None else held.tensors.get(label)
-                size = f" by up to {_distance(tensor, first, differ, process_group):.3g}"
-            raise RuntimeError(
-                f"{when}{label} is not the same on all ranks: {differ} differ from rank {first}"
-                f"{size}"
-            )
+        if not differ:
+            continue
+        kinds = {rank: theirs[0] if theirs else "missing" for rank, theirs in marks.items()}
+        if len(set(kinds.values())) > 1:
+            how = f": {kinds[first]} there, {kinds[differ[0]]} on rank {differ[0]}"
+        else:
+            tensor = None if held is None else held.tensors.get(label)
+            how = f" by up to {_distance(tensor, first, differ, process_group):.3g}"
+        raise RuntimeError(
+            f"{when}{label} is not the same on all ranks: {differ} differ from rank {first}{how}"
+        )
 
 
 @torch.no_grad()
@@ -264,9 +261,7 @@ def _distance(
     sent = [values if rank == first else None]
     dist.broadcast_object_list(sent, group=process_group, group_src=first)
     mine = 0.0
-    if rank in differ:
-        assert values is not None
-        assert sent[0] is not None
+    if rank in differ and values is not None and sent[0] is not None:
         wide = torch.complex128 if values.is_complex() else torch.float64
         mine = (values.to(wide) - sent[0].to(wide)).abs().max().item()
     # Every rank gets every distance, so that all raise the same text.

@@ -45,13 +45,13 @@ def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Converts every batch norm of `module` to one over all ranks.
+    """Converts every batch norm of `module` to one over all ranks, in place.
 
     A layer keeps its parameters (the same objects), buffers, hooks and mode. A layer that is used
     in two places stays one layer. `state_dict()` does not change.
 
     Args:
-        module: changed in place; may hold BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm.
+        module: may hold BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm.
         process_group: the ranks whose batches are combined; None means all. With a group other than
             the Reducer's, a layer does not queue behind the buckets in flight.
 
@@ -60,8 +60,6 @@ def convert_sync_batchnorm(
 
     Raises:
         ValueError: a layer is lazy and has no shape yet.
-
-    Follows: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
     """
     for name, layer in module.named_modules():
         if isinstance(layer, _BatchNorm) and isinstance(layer, LazyModuleMixin):
@@ -93,18 +91,13 @@ class SyncBatchNorm(_BatchNorm):
     computes its part of the gradients of weight and bias, and the Reducer averages the parts.
 
     Either all ranks run the layer in forward (and in backward), or none. If ranks have different
-    weights, multiply their losses by them; `Reducer.weight` would be too late.
-
-    In evaluation mode, or with one rank, it is torch's batch norm and communicates nothing. 16-bit
-    inputs are summed in float32, and the values that ranks exchange in forward in float64.
+    weights, multiply their losses by them; `Reducer.weight` would be too late. In evaluation mode,
+    or with one rank, it is torch's batch norm and communicates nothing.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
             torch.nn.BatchNorm2d.
         process_group: the ranks whose batches are combined; None means all.
-
-    Shape:
-        input and output: (N, C, ...) of any floating dtype, N may be 0; keeps the memory format.
 
     Raises:
         ValueError: from a forward pass: fewer than 2 dimensions, no channels, not more than one
@@ -191,17 +184,17 @@ class SyncBatchNorm(_BatchNorm):
         return new
 
 
+@dataclass(frozen=True)
 class _OneOfEachRank:
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self._process_group = process_group
+    process_group: dist.ProcessGroup | None
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        everyone = row.new_empty(dist.get_world_size(self._process_group), len(row))
-        all_gather_single(everyone.view(-1), row, group=self._process_group)
+        everyone = row.new_empty(dist.get_world_size(self.process_group), len(row))
+        all_gather_single(everyone.view(-1), row, group=self.process_group)
         return everyone
 
     def add_up(self, row: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(row, group=self._process_group)
+        dist.all_reduce(row, group=self.process_group)
         return row
 
 
@@ -238,12 +231,9 @@ def _moments_of_all(x: torch.Tensor, batches: Batches) -> _Moments:
 
 
 def _pack_moments(x: torch.Tensor) -> torch.Tensor:
-    """Packs [mean, sum of squared deviations, count, learns] of `x` (N, C, ...) as float64.
-
-    `learns` is 1 if layers below need a gradient of `x`, else 0. Shape: (2 C + 2,).
-    """
+    """Packs [mean, sum of squared deviations, count, learns] of `x` (N, C, ...) as float64."""
     count = x.numel() // x.size(1)
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.sum(_all_but_channels(x)) / max(count, 1)
     # Sums deviations from the mean, since a difference of large squares would lose all digits.
     squares = (wide - _along_channels(mean, x)).square_().sum(_all_but_channels(x))
@@ -272,7 +262,7 @@ class _Normalize(torch.autograd.Function):
         eps: float,
         batches: Batches,
     ) -> torch.Tensor:
-        wide = _wide(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
         mean = moments.mean.to(wide)
         inverse = (moments.variance + eps).rsqrt().to(wide)
         ctx.save_for_backward(x, weight, mean, inverse, moments.count.to(wide))
@@ -309,10 +299,6 @@ class _Normalize(torch.autograd.Function):
             dx.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
             dx = dx.to(x.dtype)
         return dx, d_weight, d_bias, None, None, None, None
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _all_but_channels(x: torch.Tensor) -> list[int]:

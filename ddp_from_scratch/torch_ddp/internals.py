@@ -94,10 +94,7 @@ def _index(device: Any) -> int:
 
 
 def moved(value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """Returns nested tuples, lists and dicts with their tensors moved to `device`.
-
-    Casts floating tensors to `dtype`. None keeps the device or the dtype.
-    """
+    """Returns nested tuples, lists and dicts with their tensors on `device`, floats as `dtype`."""
     if isinstance(value, torch.Tensor):
         if device is not None:
             value = value.to(device, non_blocking=True)
@@ -166,11 +163,7 @@ def checked_delayed(
 
 
 class DelayedReduction:
-    """Averages the gradients of some parameters when the gradient of the trigger is ready.
-
-    These gradients must be complete by then. An example: embeddings, in a pipeline that computes
-    their gradients in several parts.
-    """
+    """Averages complete gradients of some parameters when that of the trigger is ready."""
 
     def __init__(
         self,
@@ -214,18 +207,12 @@ class WrappedReducer(Reducer):
 class CopiedReducer(WrappedReducer):
     """The Reducer of a copy, which one rank may make alone."""
 
-    def _meets(self) -> bool:
-        # Sharing memory is collective. The ranks meet when the copy first averages.
-        return False
+    # Sharing memory is collective. The ranks meet when the copy first averages.
+    meets = False
 
 
 def derive_in_name_alone(theirs: type, ours: type) -> None:
-    """Makes `ours` inherit nothing that `theirs` itself defines.
-
-    Each such attribute becomes the one that `ours` would inherit from the bases of `theirs`. If
-    these have none, access raises AttributeError. `isinstance(x, theirs)` stays True for instances
-    of `ours`.
-    """
+    """Makes `ours` inherit nothing that `theirs` itself defines, only what its bases have."""
     position = ours.__mro__.index(theirs)
     before, behind = ours.__mro__[:position], ours.__mro__[position + 1 :]
     # Not a fixed list of names, since later versions of torch add more.

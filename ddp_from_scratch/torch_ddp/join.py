@@ -1,11 +1,7 @@
 """Uneven data: ranks that run out of batches keep taking part in the other ranks' collectives.
 
-    with ddp.join(reducer):
-        for x, y in loader:          # not as many batches on every rank
-            ...
-
-It uses torch's protocol (`torch.distributed.algorithms.join`), so that one context may also join
-other objects that communicate in every step, such as ZeroRedundancyOptimizer.
+With torch's protocol one context may also join other objects that communicate in every step, such
+as ZeroRedundancyOptimizer.
 """
 
 from collections.abc import Iterator
@@ -66,11 +62,7 @@ class JoinableReducer(Joinable, JoinHook):
     def notify(self) -> None:
         """Begins a step on a rank with data, before each forward pass in training.
 
-        Collective inside a `Join` context.
-
-        Raises:
-            RuntimeError: some rank has no data left, and `throw_on_early_termination` is set or the
-                module has synchronised batch norm.
+        Collective inside a `Join` context. Raises what `join` does.
         """
         if not self._join_config.enable:
             return
@@ -117,11 +109,7 @@ class JoinableReducer(Joinable, JoinHook):
         self.reducer.set_joining(False)
 
     def check_norms(self, amount: float) -> None:
-        """Raises on every rank if batch norm would wait for a rank without data. Collective.
-
-        Args:
-            amount: 1 on ranks with data, else 0.
-        """
+        """Raises on every rank if batch norm would wait for a rank with amount 0. Collective."""
         if not sync_batch_norms(self.reducer.module):
             return
         with_data = self.reducer.agree_weight(amount).total()
@@ -133,11 +121,10 @@ class JoinableReducer(Joinable, JoinHook):
 
     def agree_on_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
-        rank = dist.get_rank(self.reducer.process_group) if candidate else -1
         group = check_group(self.reducer.process_group)
+        highest = torch.tensor([dist.get_rank(group) if candidate else -1])
         if not takes_cpu_tensors(group):
             group = gloo_beside(group)  # the host must not wait for a GPU
-        highest = torch.tensor([rank])
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 

@@ -1,11 +1,5 @@
 """torch's DistributedDataParallel, with its name, arguments and behaviour, over `Reducer`.
 
-    from ddp_from_scratch import DistributedDataParallel
-    model = DistributedDataParallel(model)
-
-Programs for torch's class run unchanged. The class combines `broadcast_parameters`, `Reducer` and
-`join`, which also work without it.
-
 It derives from torch's class so that `isinstance` checks pass (in Lightning, accelerate,
 `torch.distributed.checkpoint`, pipelines), but inherits no code from it.
 """
@@ -28,7 +22,7 @@ from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.layout import Caps
 from ddp_from_scratch.group import check_group
-from ddp_from_scratch.options.buffers import BufferHook, BufferSync
+from ddp_from_scratch.options.buffers import BufferHook
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
 from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved
@@ -220,7 +214,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def will_sync_module_buffers(self) -> bool:
         """True if buffers are sent."""
-        return self.buffer_sync.will_send()
+        return bool(self.buffer_sync.will_send())
 
     # What torch's class offers ------------------------------------------------------------------
 
@@ -230,15 +224,12 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         doc="True if backward passes average; `no_sync()` sets it to False and back.",
     )
 
-    @property
-    def buffer_sync(self) -> BufferSync:
-        """The part that synchronises the buffers."""
-        return self.reducer.buffer_sync
+    buffer_sync: Any = property(attrgetter("reducer.buffer_sync"), doc="Synchronises the buffers.")
 
     @property
     def forward_sync_buffers(self) -> bool:
         """True if forward passes find rank 0's buffers. May be set, on every rank."""
-        return self.buffer_sync.enabled
+        return bool(self.buffer_sync.enabled)
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
@@ -369,9 +360,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         Its ranks must hold the same parameters. A new Reducer rebuilds the buckets with the cap
         that "auto" has settled on. A comm hook keeps its state; if the state names another group,
         the program must change it.
-
-        Raises:
-            RuntimeError: gradients are not averaged yet.
         """
         if dist.get_rank(new_process_group) < 0:
             return

@@ -1,19 +1,14 @@
 """Runs virtual ranks in lock step, for layers that combine the batches of all virtual ranks.
 
-Each virtual rank but the last has a thread. They run one at a time, up to the next such layer:
-
-    virtual rank 3   forward to the layer |                                    | on to the next |
-    virtual rank 2                        | forward to the layer |             |                | on
-    ... virtual rank 1                                               | to the layer, gather rows of
-    all |
-
-A virtual rank does not see what others change in the process (gradients, buffers, generators).
+Each virtual rank but the last has a thread. They run one at a time, up to the next such layer. A
+virtual rank does not see what others change in the process (gradients, buffers, generators).
 """
 
 import copy
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -33,16 +28,12 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 
 DIFFERENT_LAYERS = (
     "virtual ranks of this rank differ in their synchronised batch norms: each must run the same "
-    "ones, as "
-    "often and in the same order, in forward and in backward"
+    "ones, as often and in the same order, in forward and in backward"
 )
 
 
 class View:
-    """A virtual rank's view of the process: its gradients, generators and own buffers.
-
-    `attributes` are (object, name) pairs of attributes that differ between virtual ranks.
-    """
+    """A virtual rank's view of the process: gradients, generators, buffers and attributes."""
 
     def __init__(
         self,
@@ -84,17 +75,19 @@ class View:
         set_generator_states(generators)
 
 
+@dataclass(frozen=True)
 class _VirtualRankBatches:
-    def __init__(self, view: View, outside: tuple[Any, ...], gather: Gather) -> None:
-        self._view, self._outside, self._gather = view, outside, gather
+    view: View
+    outside: tuple[Any, ...]  # what the process holds for the program
+    gather_all: Gather
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        mine = self._view.capture()
-        self._view.restore(self._outside)
+        mine = self.view.capture()
+        self.view.restore(self.outside)
         try:
-            return self._gather(row)
+            return self.gather_all(row)
         finally:
-            self._view.restore(mine)
+            self.view.restore(mine)
 
     def add_up(self, row: torch.Tensor) -> torch.Tensor:
         return sum_of_rows(self.gather(row))
@@ -158,13 +151,9 @@ def run_in_lock_step(
     view: View,
     gather: Gather,
 ) -> None:
-    """Calls `run` for each virtual rank; the last one runs in the calling thread.
+    """Calls `run` for each virtual rank, in descending order; the last one runs in this thread.
 
-    `virtual_ranks` are this rank's, in descending order. The collective `gather` takes this rank's
-    rows in ascending order, and returns those of all virtual ranks.
-
-    Raises:
-        RuntimeError: the virtual ranks do not run the same layers.
+    The collective `gather` takes this rank's rows in ascending order, and returns those of all.
     """
     outside = view.capture()
     on_device = next(module.parameters()).device
@@ -188,10 +177,10 @@ def run_in_lock_step(
                 view.restore(outside)
 
     def gather_all(row: torch.Tensor) -> torch.Tensor:
-        rows = [row, *(turn.row for turn in reversed(turns))]
-        if any(other is None or other.shape != row.shape for other in rows):
+        others = [turn.row for turn in reversed(turns) if turn.row is not None]
+        if len(others) < len(turns) or any(other.shape != row.shape for other in others):
             raise RuntimeError(DIFFERENT_LAYERS)
-        found = gather(torch.stack([other for other in rows if other is not None]))
+        found = gather(torch.stack([row, *others]))
         for turn in turns:
             turn.resume(found)
         return found
@@ -212,15 +201,12 @@ def gather_virtual_ranks(
     rows: torch.Tensor, virtual_ranks: int, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Gathers one row for each virtual rank; `rows` are this rank's. Collective."""
-    rank_count = dist.get_world_size(process_group)
-    if rank_count == 1:
+    ranks = dist.get_world_size(process_group)
+    if ranks == 1:
         return rows
-    counts = [
-        len(virtual_rank_range(virtual_ranks, rank, rank_count)) for rank in range(rank_count)
-    ]
-    most = max(counts)
-    mine = pad(rows, (0, 0, 0, most - len(rows)))
-    everyone = rows.new_empty(rank_count, *mine.shape)
+    counts = [len(virtual_rank_range(virtual_ranks, rank, ranks)) for rank in range(ranks)]
+    mine = pad(rows, (0, 0, 0, max(counts) - len(rows)))
+    everyone = rows.new_empty(ranks, *mine.shape)
     work = all_gather_single(everyone.view(-1), mine.view(-1), group=process_group, async_op=True)
     wait(of_member(work))
     return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])

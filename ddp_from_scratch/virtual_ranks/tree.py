@@ -44,10 +44,7 @@ def aligned_blocks(part: range) -> list[Block]:
 
 
 class PartialSums(Generic[T]):
-    """A binary counter of sums, which replaces two siblings by their parent.
-
-    `add` takes the value of the lower virtual ranks first, and may reuse both values' memory.
-    """
+    """A binary counter of sums. `add` takes the lower virtual ranks first, and may reuse memory."""
 
     def __init__(self, add: Callable[[T, T], T]) -> None:
         self._add = add
@@ -66,6 +63,3 @@ class PartialSums(Generic[T]):
     def __iter__(self) -> Iterator[tuple[Block, T]]:
         """Yields the sums without a sibling, in the order of virtual ranks."""
         return iter(sorted(self._values.items(), key=lambda item: item[0]))
-
-    def clear(self) -> None:
-        self._values.clear()

@@ -59,11 +59,7 @@ def set_generator_states(states: tuple[Any, ...]) -> None:
 
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
-    """Seeds all generators from these numbers inside the context, and restores them after it.
-
-    So what a program draws between virtual ranks, such as a sample order, does not depend on the
-    number of virtual ranks that this rank has run.
-    """
+    """Seeds all generators from these numbers inside the context, and restores them after it."""
     before = generator_states()
     seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
     try:
@@ -87,14 +83,13 @@ def add_gradients(low: Gradients, high: Gradients) -> Gradients:
 class TreeReduction:
     """Holds the partial sums of this rank's earlier virtual ranks, and averages over all of them.
 
-    Sums have the dtype of the gradients. Each tree node rounds once, so a sum of V virtual ranks
-    has log2 V roundings. The division by V is exact, unless a value becomes subnormal. With
-    `windows` a gradient may already be a window of a bucket (`FusedWgrad`).
+    Each tree node rounds once, so a sum of V virtual ranks has log2 V roundings. With `windows` a
+    gradient may already be a window of a bucket (`FusedWgrad`).
     """
 
     def __init__(self, virtual_ranks: int, windows: bool) -> None:
         self._virtual_ranks, self._windows = virtual_ranks, windows
-        self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
+        self.clear()
 
     def add(self, virtual_rank: int, gradients: Gradients) -> None:
         """Adds the gradients of a virtual rank, and reuses their memory. Not for the last one."""
@@ -111,23 +106,21 @@ class TreeReduction:
             tensor.mul_(1 / self._virtual_ranks)
 
     def clear(self) -> None:
-        self._sums.clear()
+        self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
 
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
         # Not `check_group`, because torch does not list the group that a Reducer opens beside gloo.
         group = process_group or check_group(None)
-        parts = [
-            virtual_rank_range(self._virtual_ranks, rank, group.size())
-            for rank in range(group.size())
-        ]
+        ranks = group.size()
+        parts = [virtual_rank_range(self._virtual_ranks, rank, ranks) for rank in range(ranks)]
         rows = self._rows(bucket, parts[group.rank()].start)
         blocks = [aligned_blocks(part) for part in parts]
-        end: Callable[[], object]
-        if group.size() == 1:
-            end = partial(self.fold, blocks[0], rows)
+        fold = partial(self.fold, [block for of_rank in blocks for block in of_rank])
+        if ranks == 1:
+            end: Callable[[], object] = partial(fold, rows)
         else:
-            end = _Exchange(group, rows, blocks, self.fold).end
+            end = _exchange(group, rows, [*map(len, blocks)], fold)
 
         def finish() -> torch.Tensor:
             end()
@@ -155,11 +148,7 @@ class TreeReduction:
     average.one_collective = True  # type: ignore[attr-defined]
 
     def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
-        """Returns this rank's partial sums of the bucket as flat real tensors, in order.
-
-        `last` is the rank's lowest virtual rank, which runs last. Its row, the first, is the bucket
-        itself.
-        """
+        """Returns partial sums of the bucket, flat and real. The first is the bucket itself."""
         members, sums = bucket.members, PartialSums(add_gradients)
         for block, gradients in self._sums:
             # `pop` frees memory as soon as the bucket is launched.
@@ -177,43 +166,38 @@ class TreeReduction:
         return [torch.view_as_real(row).view(-1) if row.is_complex() else row for row in rows]
 
 
-class _Exchange:
-    """Sends a bucket's partial sums to the owners of its chunks, and gathers the folded chunks.
+def _exchange(
+    group: dist.ProcessGroup,
+    rows: list[torch.Tensor],
+    counts: Sequence[int],
+    fold: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
+) -> Callable[[], None]:
+    """Starts to send partial sums to the owners of their chunks; `counts` are ranks' rows.
 
-    The result is written to the first of this rank's rows.
+    Returns a function that folds this rank's chunk, and gathers all chunks in `rows[0]`.
     """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        rows: list[torch.Tensor],
-        blocks: list[list[Block]],
-        fold: Callable[[Sequence[Block], Sequence[torch.Tensor]], list[torch.Tensor]],
-    ) -> None:
-        self._group, self._into = group, rows[0]
-        self._fold = partial(fold, [block for of_rank in blocks for block in of_rank])
-        ranks = group.size()
-        # The all-gather needs equal chunks.
-        if padding := -rows[0].numel() % ranks:
-            rows = [pad(row, (0, padding)) for row in rows]
-        chunk = rows[0].numel() // ranks
-        # By owner, then in the order of virtual ranks. A single row already has this order.
-        sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
-        self._received = sent.new_empty(sum(map(len, blocks)), chunk)
-        splits = [len(of_rank) * chunk for of_rank in blocks], [len(rows) * chunk] * ranks
-        self._work = of_member(
-            dist.all_to_all_single(
-                self._received.view(-1), sent.view(-1), *splits, group=group, async_op=True
-            )
+    into, ranks = rows[0], group.size()
+    # The all-gather needs equal chunks.
+    if padding := -into.numel() % ranks:
+        rows = [pad(row, (0, padding)) for row in rows]
+    chunk = rows[0].numel() // ranks
+    # By owner, then in the order of virtual ranks. A single row already has this order.
+    sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
+    received = sent.new_empty(sum(counts), chunk)
+    splits = [count * chunk for count in counts], [len(rows) * chunk] * ranks
+    work = of_member(
+        dist.all_to_all_single(
+            received.view(-1), sent.view(-1), *splits, group=group, async_op=True
         )
+    )
 
-    def end(self) -> None:
-        wait(self._work)
-        (own,), into = self._fold(self._received.unbind()), self._into
-        whole = own.numel() * self._group.size()
-        in_place = into.numel() == whole and not may_be_left_behind()
-        gathered = into if in_place else own.new_empty(whole)
-        work = all_gather_single(gathered, own, group=self._group, async_op=True)
-        wait(of_member(work))
-        if gathered is not into:
+    def end() -> None:
+        wait(work)
+        (own,) = fold(received.unbind())
+        in_place = into.numel() == chunk * ranks and not may_be_left_behind()
+        gathered = into if in_place else own.new_empty(chunk * ranks)
+        wait(of_member(all_gather_single(gathered, own, group=group, async_op=True)))
+        if not in_place:
             into.copy_(gathered[: into.numel()])
+
+    return end

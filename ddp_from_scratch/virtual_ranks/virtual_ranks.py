@@ -1,18 +1,14 @@
-"""Runs a rank's virtual ranks: `reducer.virtual_rank(i)`, `reducer.run_virtual_ranks`.
+"""Runs a rank's virtual ranks in descending order, one by one or in lock step (`lock_step.py`).
 
-In a step a rank runs its virtual ranks in descending order, one after another or in lock step
-(`lock_step.py`):
-
-- each starts with the buffers from the beginning of the step, with `.grad` None, and with
+- Each starts with the buffers from the beginning of the step, with `.grad` None, and with
   generators seeded by the step and the virtual rank.
-- after each but the last, its gradients go to the partial sums (`tree_reduction.py`).
-- in the last, backward packs and launches as usual, and the comm hook adds the partial sums.
+- After each but the last, its gradients go to the partial sums (`tree_reduction.py`).
+- In the last, backward packs and launches as usual, and the comm hook adds the partial sums.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,17 +27,6 @@ from ddp_from_scratch.virtual_ranks.lock_step import (
 )
 from ddp_from_scratch.virtual_ranks.tree import virtual_rank_range
 from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction, seeded
-
-
-class Averaging(Protocol):
-    """The part of a Reducer that `VirtualRanks` uses."""
-
-    module: torch.nn.Module
-    sync: bool
-
-    def no_sync(self) -> AbstractContextManager[None]: ...
-
-    def abort_step(self) -> None: ...
 
 
 class VirtualRanks(Extension):
@@ -109,26 +94,28 @@ class VirtualRanks(Extension):
             self._seed = seed
 
     @contextmanager
-    def run(self, index: int, owner: Averaging) -> Iterator[None]:
+    def run(self, index: int) -> Iterator[None]:
         """A context for one virtual rank. An exception drops the step and propagates."""
+        reducer: CoreReducer = self._of()
         try:
-            if sync_batch_norms(self._of().module):
+            if sync_batch_norms(reducer.module):
                 raise RuntimeError(
                     "the module has synchronised batch norm, which takes all virtual ranks at "
                     "once: use reducer.run_virtual_ranks(function) and not "
                     "`with reducer.virtual_rank(i)`"
                 )
-            with self._virtual_rank(index, owner):
+            with self._virtual_rank(index, reducer):
                 yield
         except BaseException:
-            owner.abort_step()
+            reducer.abort_step()
             raise
 
-    def run_all(self, function: Callable[[int], object], owner: Averaging) -> None:
+    def run_all(self, function: Callable[[int], object]) -> None:
         """Calls a function for each virtual rank. An exception drops the step and propagates."""
+        reducer: CoreReducer = self._of()
 
         def run(index: int) -> None:
-            with self._virtual_rank(index, owner):
+            with self._virtual_rank(index, reducer):
                 function(index)
 
         if self.inside is not None:
@@ -136,28 +123,28 @@ class VirtualRanks(Extension):
             raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
         order = self.range()
         try:
-            if not sync_batch_norms(self._of().module):
+            if not sync_batch_norms(reducer.module):
                 for index in order:
                     run(index)
                 return
-            attributes = [(self, "inside"), (owner, "sync")]
-            view = View(owner.module, list(self._buffers().values()), attributes)
+            attributes = [(self, "inside"), (reducer, "sync")]
+            view = View(reducer.module, list(self._buffers().values()), attributes)
             gather = partial(
                 gather_virtual_ranks, virtual_ranks=self.count, process_group=self._process_group
             )
             self.in_lock_step = True
-            run_in_lock_step(run, order, owner.module, view, gather)
+            run_in_lock_step(run, order, reducer.module, view, gather)
         except BaseException:
-            owner.abort_step()
+            reducer.abort_step()
             raise
         finally:
             self.in_lock_step = False
 
     @contextmanager
-    def _virtual_rank(self, index: int, owner: Averaging) -> Iterator[None]:
+    def _virtual_rank(self, index: int, reducer: CoreReducer) -> Iterator[None]:
         self._enter(index)
         last = index == self.range()[-1]
-        with seeded(self._seed, self.step, index), nullcontext() if last else owner.no_sync():
+        with seeded(self._seed, self.step, index), nullcontext() if last else reducer.no_sync():
             yield
         if self.inside != index:
             raise RuntimeError(f"the step was dropped inside virtual rank {index}")
@@ -165,11 +152,10 @@ class VirtualRanks(Extension):
             self.reduction.add(index, self._take_gradients())
             self._due.remove(index)
         elif self._due:
-            missing = shortened(self._of().missing())
             raise RuntimeError(
-                f"virtual rank {index} ended without gradients of {missing}: one backward pass "
-                f"of it must be outside of no_sync(), and parameters that it does not use need "
-                f"find_unused_parameters=True"
+                f"virtual rank {index} ended without gradients of {shortened(reducer.missing())}: "
+                f"one backward pass of it must be outside of no_sync(), and parameters that it "
+                f"does not use need find_unused_parameters=True"
             )
         self.inside = None
 
@@ -199,11 +185,10 @@ class VirtualRanks(Extension):
         self._take_gradients()
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
-        found = {}
-        for index, parameter in enumerate(self._of().parameters):
-            if parameter.grad is not None:
-                found[index] = parameter.grad
-                parameter.grad = None
+        parameters = self._of().parameters
+        found = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
+        for index in found:
+            parameters[index].grad = None
         return found
 
     @torch.no_grad()

@@ -1,9 +1,9 @@
 """Extensions of a program's own: when they are called, and that others cost nothing."""
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.core.extension import METHODS, Extension
+from ddp_from_scratch.core.extension import Extension
 from tests.support.on_ranks import on
-from tests.support.terms import Terms, assert_grads, mean, own
+from tests.support.terms import Terms, own
 
 PHASES = {"on_forward", "on_gradient", "on_launch", "on_all_launched", "on_finished", "on_average"}
 
@@ -49,46 +49,7 @@ def test_each_phase_is_called_in_its_place_until_the_extension_is_removed(world)
     assert set(called[1:]) == PHASES
 
 
-@on("gloo-2")
-def test_what_an_extension_leaves_alone_is_not_called(world):
-    class Nothing(Extension):
-        pass
-
-    def refuse(*_):
-        raise AssertionError("called")
-
-    nothing = Nothing()
-    vars(nothing).update(dict.fromkeys(METHODS, refuse))
-    model = Terms(1, 2)
-    Reducer(model, extensions=[nothing])
-    step(model, world)
-    assert_grads(model, mean(world))
-
-
-class Holds(Extension):
-    def __init__(self):
-        self.at = []
-
-    def on_launch(self, bucket):
-        self.at.append(len(self.at))
-
-    def may_launch(self):
-        assert not self.at
-        return False
-
-
-@on("gloo-2")
-def test_an_extension_may_put_off_launches_to_the_end(world):
-    model, holds = Terms(1, 2, 3), Holds()
-    Reducer(model, bucket_cap_mb=0, extensions=[holds])
-    step(model, world)
-    assert holds.at == [0, 1, 2]
-    assert_grads(model, mean(world))
-
-
 class Once(Extension):
-    """Takes itself off in its first average."""
-
     def on_average(self, iteration, takes_part):
         self._of().remove_extension(self)
 

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using backward() with create_gra
 
 
 def norm_of_the_average(model, x):
-    """Adds the gradient of the squared norm of the (averaged) gradient to that gradient."""
     model(x).square().mean().backward(create_graph=True)
     torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().backward()
 

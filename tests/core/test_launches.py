@@ -60,10 +60,7 @@ RANK_0_USES, OTHERS_USE = (1, 3, 0, 2), (0, 1, 2, 3)
 
 @on("gloo-3")
 def test_launch_order_is_one_on_all_ranks_whatever_is_ready_first(world):
-    """First the reverse order of registration; rebuilt once, after the first step, as rank 0's.
-
-    Rank 0's gradients become ready as p2, p0, p3, p1, the others' as p3, p2, p1, p0.
-    """
+    """Rank 0's gradients become ready as p2, p0, p3, p1, the others' as p3, p2, p1, p0."""
     model = Terms(1, 2, 3, 4)
     ready = []
     for name, p in model.named_parameters():

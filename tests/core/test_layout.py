@@ -59,7 +59,6 @@ def test_what_is_no_layout_is_refused():
 
 
 def test_as_torch_assigns_them():
-    """torch's own function, in the form that its rebuild uses: buckets in the order given."""
     for seed in range(50):
         draw = random.Random(seed)
         sizes = [4 * draw.randrange(100) for _ in range(draw.randrange(1, 40))]

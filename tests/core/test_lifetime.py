@@ -111,7 +111,6 @@ def test_removed_is_local(world):
 
 @on("gloo-2")
 def test_a_deep_copy_of_the_module_is_plain(world):
-    """As of a teacher or of averaged weights: frozen, and run with gradients enabled."""
     model = Terms(1, 2)
     Reducer(model, dist.new_group())
     other = copy.deepcopy(model).requires_grad_(False)

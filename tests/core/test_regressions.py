@@ -14,7 +14,7 @@ from torch import nn
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer, comm_hooks
 from tests.support.on_ranks import on
-from tests.support.terms import BYTES, Terms, mean, own
+from tests.support.terms import Terms, mean, own
 
 
 @pytest.mark.parametrize("name", ["average", "bf16_compress_hook"])
@@ -40,7 +40,6 @@ OPTIONS += [{"bucket_cap_mb": "auto"}, {"straggler_every": 2}, {"fuse_wgrad": Tr
 @pytest.mark.parametrize("number", range(len(OPTIONS)))
 @on("gloo-2")
 def test_a_removed_reducer_and_its_group_are_freed_at_once(world, number):
-    """Its buckets are as large as the model, and gloo's group has threads."""
     gc.collect()
     gc.disable()
     try:
@@ -104,26 +103,6 @@ def test_a_wrapper_of_a_hook_may_start_several_collectives(alone):
     wrapper = functools.wraps(comm_hooks.average)(lambda state, bucket: None)
     reducer.register_comm_hook(None, wrapper)
     assert not reducer.concurrent
-
-
-@pytest.mark.parametrize("by_initial", [True, False], ids=["initial", "effective"])
-@on("gloo-3")
-def test_ranks_without_data_take_part_with_nothing(world, by_initial):
-    """Rank r has 2 r + 1 batches, rank 0 fewest; gradients of 1 for p0, 2 for p1."""
-    model = Terms(1, 2, 3)
-    reducer = Reducer(model, bucket_cap_mb=8 * BYTES, static_graph=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    seen = []
-    with ddp.join(reducer, divide_by_initial_world_size=by_initial):
-        for _ in range(2 * world.rank + 1):
-            optimizer.zero_grad()
-            model(1.0).backward()
-            seen.append(model.p0.grad.item())
-            optimizer.step()
-    expected = [1, 2 / 3, 2 / 3, 1 / 3, 1 / 3] if by_initial else [1] * 5
-    assert seen == pytest.approx(expected[: len(seen)])
-    for k, p in enumerate(model.parameters()):  # the last rank's, on all
-        assert p.tolist() == pytest.approx([-(k + 1) * sum(expected)] * (k + 1))
 
 
 @on("gloo-2")

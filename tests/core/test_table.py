@@ -38,7 +38,6 @@ def all_use(*branches: int, no_sync: bool = False) -> Forward:
 
 
 def program(*operations: Any, **settings: Any) -> Case:
-    """A case of any number of ranks; what is given for each rank goes round."""
     settings = {"parameters": (Parameter(2), Parameter(3), Parameter(1))} | settings
     settings = {"branches": ((0, 1), (2,))} | settings
     return Case(0, operations=operations, **settings)

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from itertools import pairwise
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from ddp_from_scratch import gpu
 from ddp_from_scratch.launch import rank_process
 from ddp_from_scratch.watch import recorder
-from tests.gpu import report
 
 
 class FakeEvent:
@@ -62,18 +60,6 @@ def test_a_preload_that_asked_for_gpus_makes_forks_unsafe():
     if "_cuda_getDeviceCount" in run.stderr:
         pytest.skip("this torch has no CUDA")
     assert run.stdout.split() == ["True", "False", "False"], run.stderr
-
-
-def test_a_run_on_a_gpu_says_what_it_has_shown(monkeypatch):
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 1))
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "1")
-    told = SimpleNamespace(nodeid="test_gpu.py::test_a", longreprtext="AssertionError")
-    assert report.lines({"passed": [told], "error": [told]}, ["H100"]) == [
-        "nccl: 1 tests passed and 1 failed on 1 x H100 (two ranks shared it: no NVLink was tried), "
-        f"torch {torch.__version__}, NCCL 2.30.1, TORCH_DIST_USE_NCCL2 1",
-        "failed test_gpu.py::test_a\nAssertionError",
-        "passed test_gpu.py::test_a",
-    ]
 
 
 # What a rank prints when NCCL fails: who has failed, and NCCL's own reason -----------------------

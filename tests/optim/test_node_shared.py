@@ -18,7 +18,7 @@ from ddp_from_scratch.errors import NoSharedMemory
 from ddp_from_scratch.node import shared_memory_beside
 from tests.support.machines import group_over, machines
 from tests.support.on_ranks import on
-from tests.support.optimizer_pair import torchs
+from tests.support.terms import torchs
 from tests.support.tiers import slow
 
 BOTH = (("SGD", {"lr": 0.01, "momentum": 0.9}), ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}))
@@ -83,8 +83,6 @@ def one_copy(world, kind, settings):
 
 
 def resumed(world, kind, settings):
-    """With torch's optimizer for the steps between: the same as without."""
-
     def torch_optimizer(groups, *, reducer, **settings):
         return torchs(kind)(groups, **settings)
 
@@ -153,7 +151,6 @@ def test_refuses_a_comm_hook_and_to_miss_a_rank(world):
 
 @on("gloo-2")
 def test_refuses_unlike_parameters_and_unlike_steps(world):
-    """Parameters that differ would become one."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.Linear(3, 3)
     torch.nn.init.constant_(model.weight, world.rank)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, has_exact_kernel
-from tests.support.optimizer_pair import torchs
+from tests.support.terms import torchs
 from tests.support.tiers import slow
 
 SIZES = [*range(1, 40), 63, 64, 65, 1023, 4097, 100_003]
@@ -82,7 +82,6 @@ def test_bits_are_those_of_torch_whatever_the_vectors(capability):
 
 
 def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
-    """torch's fused SGD is made to round otherwise."""
     original = torch._fused_sgd_
 
     def other(parameters: list[torch.Tensor], *arguments: Any, **settings: Any) -> None:

@@ -74,7 +74,6 @@ def test_as_switched(world):
 
 @on("gloo-2")
 def test_statistics_while_graphs_live(world):
-    """Two forward passes, then two backward passes; one graph run through twice."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
     model, alone = Ours(net), copy.deepcopy(net)
@@ -96,8 +95,6 @@ def test_statistics_while_graphs_live(world):
 
 
 class Table(nn.Module):
-    """Multiplies by a table that is saved for backward."""
-
     def __init__(self):
         super().__init__()
         self.p = nn.Parameter(torch.ones(2))

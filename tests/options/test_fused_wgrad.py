@@ -50,7 +50,6 @@ def watched(model):
 
 
 def beside_torch(make, run):
-    """Trains two equal models, whose gradients must have the same bits; what arrived where."""
     models = []
     for _ in "12":
         torch.manual_seed(0)
@@ -155,7 +154,6 @@ TOKENS = torch.tensor([[5, 0, 5, 5], [10, 5, 0, 0]])
 
 
 def fused(model, inputs):
-    """With buckets in their final layout."""
     ddp.Reducer(model, fuse_wgrad=True)
     model(inputs).sum().backward()
     model.zero_grad()

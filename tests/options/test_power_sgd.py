@@ -63,7 +63,6 @@ def as_if_apart(test):
 @on("gloo-3")
 @as_if_apart
 def test_a_gradient_of_that_rank_is_averaged_exactly(world, how):
-    """The average has rank 2 and so the first compressed step finds it."""
     torch.manual_seed(0)
     left, right = torch.randn(12, 2), torch.randn(2, 10)
     state = PowerSGDState(rank=2, start=2)
@@ -87,7 +86,6 @@ def test_a_gradient_of_that_rank_is_averaged_exactly(world, how):
 @on("gloo-2")
 @as_if_apart
 def test_what_one_step_leaves_out_comes_later(world):
-    """One gradient again and again: with error feedback the averages add up to it."""
     torch.manual_seed(world.rank)
     gradient = torch.randn(12, 10)
     model = compressed(PowerSGDState(rank=1, start=2))
@@ -109,7 +107,6 @@ def average_random(world, model, step):
 @on("gloo-2")
 @as_if_apart
 def test_it_goes_on_from_a_checkpoint(world):
-    """From what was remembered, under another cap and so in other buckets."""
     states = [PowerSGDState(rank=2, start=1) for _ in range(3)]
     models = [compressed(states[0]), *(compressed(s, bucket_cap_mb=0) for s in states[1:])]
     for step in range(4):

@@ -20,8 +20,6 @@ STEPS = 4
 
 
 class Heads(nn.Module):
-    """Two heads of equal size; the loss of a rank may leave one of them out."""
-
     def __init__(self, norm=nn.Identity):
         super().__init__()
         self.main, self.aux, self.norm = nn.Linear(4, 4), nn.Linear(4, 4), norm()
@@ -114,7 +112,6 @@ SETTINGS = ["shared memory", "messages", "own group", "small buckets", "two coll
 
 
 def train(world, program, setting):
-    """Trains with a Reducer for each module, and alone on all inputs, to the same parameters."""
     kinds, options, loss = PROGRAMS[program]
     torch.manual_seed(0)
     modules = [kind() for kind in kinds]

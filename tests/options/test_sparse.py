@@ -35,7 +35,6 @@ def test_what_modules_declare():
 
 @on("gloo-2")
 def test_flat_buckets_come_first_and_hooks_see_no_others(world):
-    """Sparse gradients come last, and hooks see as many buckets as if they were not there."""
     model = nn.ModuleDict({"a": table(), "b": nn.Linear(2, 1, bias=False), "c": table()})
     reducer = ddp.Reducer(model, bucket_cap_mb=0)
     seen = []
@@ -59,7 +58,6 @@ def test_flat_buckets_come_first_and_hooks_see_no_others(world):
 
 @on("gloo-2")
 def test_dense_on_all_ranks_is_averaged_as_dense(world):
-    """The table's weight is also that of the last layer, which makes its gradient dense."""
     model = table()
     ddp.Reducer(model)
     for _ in range(2):

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.options import tuning
-from ddp_from_scratch.options.tuning import BucketTuning, Candidate, Trial
+from ddp_from_scratch.options.tuning import BucketTuning, Candidate
 from ddp_from_scratch.training.engine import buckets_to_begin_with
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.report import Report
@@ -38,10 +38,10 @@ def test_caps_that_lay_out_alike_are_one_and_one_bucket_is_not_tried_twice():
 
 
 def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
-    first = [Trial(A, False), *[Trial(A, True), Trial(A_AFTER, True)] * 2]
-    second = [Trial(B, False), Trial(B, True), Trial(B, True)]
-    found = tuning.trials([[A, A_AFTER], [B]], rounds=3)
-    assert found == [*first, *second, *second, *first, *first, *second]
+    first = [(A, False), *[(A, True), (A_AFTER, True)] * 2]
+    second = [(B, False), (B, True), (B, True)]
+    rounds = [*first, *second, *second, *first] * 2 + [*first, *second]
+    assert tuning.trials([[A, A_AFTER], [B]]) == rounds
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,7 @@ def test_choice(times, chosen):
 
 @contextmanager
 def clock_of(cost: Callable[[Candidate], float]) -> Iterator[Callable[..., Any]]:
-    """A step takes what `cost` says of the way it was done in; caps are of a few bytes.
-
-    Yields a function that makes the Reducer, or the wrapper, whose steps are timed.
-    """
+    """Makes Reducers, or wrappers, whose steps take what `cost` says of the candidate."""
     timed: list[Any] = []
     now = 0.0
 
@@ -112,7 +109,6 @@ def averaged(reducer, world):
 
 
 def searched(world, options):
-    """Every step's way to send, and what was chosen; averages are exact in each."""
     model = Terms(1, 2, 3, 4)
     ways = []
     with clock_of(rank_0_is_misled(world)) as make:
@@ -183,10 +179,7 @@ def test_a_model_of_one_bucket_settles_at_once(world):
 @pytest.mark.parametrize("how", ["backward_and_step", "PowerSGD"])
 @on("gloo-2")
 def test_training_has_the_bits_of_one_cap(world, how):
-    """Two ranks: a sum of two is the same in any bucket; but for PowerSGD's matrices' rounding.
-
-    ddp.SGD on buckets that change, beside torch's on buckets that do not: the same bits.
-    """
+    """Two ranks: a sum of two is the same in any bucket; but for PowerSGD's matrices' rounding."""
     torch.manual_seed(0)
     ours = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 1))
     theirs = copy.deepcopy(ours)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.options.unused import reached
 from tests.support.on_ranks import on
-from tests.support.terms import Terms, grads_of, mean, own, recorded
+from tests.support.terms import BYTES, Terms, grads_of, mean, own, recorded
 
 each_kind = pytest.mark.parametrize("kind", ["find_unused_parameters", "static_graph"])
 
@@ -31,7 +31,6 @@ def test_walk_reaches_exactly_what_backward_would():
 
 @on("gloo-2")
 def test_buckets_without_a_gradient_need_not_be_sent(world):
-    """And the buckets keep their layout."""
     model = Terms(1, 2, 3, 4)
     reducer = Reducer(model, bucket_cap_mb=0, find_unused_parameters=True, skip_unused=True)
     for average, use in enumerate(((1,), (0, 2), (3,))):
@@ -73,7 +72,6 @@ def after_forward(model, x):
 @pytest.mark.parametrize("loss", [before_forward, after_forward])
 @on("gloo-2")
 def test_what_outputs_do_not_show(world, loss):
-    """The loss takes p1 besides, to which backward comes last or first."""
     model = Terms(1, 2)
     Reducer(model, bucket_cap_mb=0, find_unused_parameters=True)
     for _ in range(2):
@@ -118,3 +116,64 @@ def test_a_removed_reducer_ignores_graphs_that_are_alive(world):
     assert sent == [2, 1, 2]  # p1, p0, and who has used what
     assert grads_of(model) == [mean(world), 2 * mean(world)]
     second.remove()
+
+
+# A graph learnt in the first step ----------------------------------------------------------------
+
+
+@on("gloo-2")
+def test_ranks_agree_once(world):
+    model = Terms(1, 2, 3, 4)
+    reducer = Reducer(model, bucket_cap_mb=0, static_graph=True)
+    expected = ([4, 3, 2, 1, 4], [1, 3, 4, 2], [1, 3, 4, 2])
+    for sizes in expected:
+        model.zero_grad()
+        with recorded("all_reduce") as sent, recorded("broadcast") as orders:
+            model(own(world), (2, 0)).backward()
+        assert sent == sizes
+        assert orders == ([4] if sizes is expected[0] else [])
+        assert reducer.buckets == (("p0",), ("p2",), ("p3",), ("p1",))
+        assert grads_of(model) == [mean(world), None, 3 * mean(world), None]
+
+
+MISSING, EXTRA = "p1 0 instead of 1", "p2 1 instead of 0"
+
+
+@pytest.mark.parametrize(
+    ("uses", "told"),
+    [
+        ([(0,)], [f"on rank {{rank}} gave other .*: {MISSING}"]),
+        # Every rank comes to all buckets before it raises, so that none waits for another.
+        ([(0,), (0, 1, 2)], [MISSING, EXTRA]),
+    ],
+    ids=["same on all ranks", "different on each rank"],
+)
+@on("gloo-2")
+def test_a_gradient_that_does_not_come_is_named(world, uses, told):
+    """What came is averaged all the same, so ranks stay together."""
+    model = Terms(1, 2, 3)
+    Reducer(model, static_graph=True, bucket_cap_mb=12 * BYTES)
+    for _ in range(2):
+        model.zero_grad()
+        model(own(world), (0, 1)).backward()
+    loss = model(own(world), uses[world.rank % len(uses)])
+    with pytest.raises(RuntimeError, match=told[world.rank % len(told)].format(rank=world.rank)):
+        loss.backward()
+    model.zero_grad()
+    model(own(world), (0, 1)).backward()
+    assert grads_of(model) == [mean(world), 2 * mean(world), None]
+
+
+@on("gloo-2")
+def test_a_graph_may_be_declared_static_later(world):
+    model = Terms(1, 2, 3)
+    reducer = Reducer(model)
+    model(own(world)).backward()
+    reducer.set_static_graph()
+    for _ in range(3):
+        reducer.set_static_graph()
+        model.zero_grad()
+        model(own(world), (0, 2)).backward()
+        assert grads_of(model) == [mean(world), None, 3 * mean(world)]
+    with pytest.raises(RuntimeError, match="p1 1 instead of 0, p2 0 instead of 1"):
+        model(own(world), (0, 1)).backward()

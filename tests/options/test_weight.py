@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.group import gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.group import gloo_beside
 from ddp_from_scratch.options.weight import GradientWeight
 from tests.support.on_ranks import on
 from tests.support.terms import Terms
@@ -21,7 +21,6 @@ from tests.support.tiers import slow
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-3")], indirect=True)
 @on("crew")
 def test_averages_are_weighted(world):
-    """Batches of 5, 2 and 0 samples, of which the last has a loss that is not a number."""
     sizes = [5, 2, 0][: world.world_size]
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         torch.manual_seed(0)
@@ -65,20 +64,6 @@ def test_refusing_what_is_no_weight(world):
     loss = model(1.0)
     with pytest.raises(ValueError, match="all ranks are 0"):
         loss.backward()
-
-
-@on("gloo-3")
-def test_over_a_group_beside(world):
-    """As beside a GPU's group, for which the host need not wait."""
-    assert takes_cpu_tensors(None)
-    beside = gloo_beside(None)
-    assert gloo_beside(None) is beside
-    assert beside.name() == "gloo"
-    shares = [GradientWeight(world.rank + 1.0, beside), GradientWeight(0.1, beside)]
-    total = world.world_size * (world.world_size + 1) / 2
-    assert [share.total() for share in shares] == [total, pytest.approx(0.1 * world.world_size)]
-    assert [share.all_equal() for share in shares] == [False, True]
-    assert shares[0].value() == (world.rank + 1) * world.world_size / total
 
 
 @on("gloo-3")

@@ -53,13 +53,10 @@ SIMULATED = ["legacy", "nccl2"]  # rules by which NCCL waits
 
 
 def check(crew: Crew, case: Case) -> Counter[str]:
-    """Plays a case on a crew's ranks; what was compared.
+    """Plays a case on a crew's ranks; what was compared. Raises what is not as in one process.
 
     On simulated GPUs no operation may come too early either. A real one rounds differently from
     the process on the CPU, but its bits must be those of torch's class.
-
-    Raises:
-        AssertionError: something is not as in one process, or as with torch's class.
     """
     oracle = Oracle(case)
     oracle.as_torch &= crew.backend not in SIMULATED
@@ -293,11 +290,7 @@ def gpu_cases(world_size: int) -> Any:
 def run(
     check_case: Callable[[Case], Counter[str]], strategy: Any, count: int, seed: int
 ) -> Counter[str]:
-    """Checks `count` random cases; what was compared.
-
-    Raises:
-        AssertionError: of the smallest case that fails.
-    """
+    """Checks `count` random cases; what was compared. Raises for the smallest case that fails."""
     total: Counter[str] = Counter()
     found: list[Case] = []
 

@@ -203,16 +203,13 @@ class Case:
 
     @property
     def coarse(self) -> bool:
-        """Whether rounding to 16 bits is part of it."""
         return self.autocast or any(p.dtype.endswith("float16") for p in self.parameters)
 
     @property
     def sends_buffers(self) -> bool:
-        """Whether buffers are rank 0's after each average."""
         return self.wrapped or self.broadcast_buffers
 
     def __str__(self) -> str:
-        """The program in a few lines."""
         own = ("parameters", "branches", "operations")
         settings = [
             f"{field.name}={getattr(self, field.name)}"
@@ -484,8 +481,6 @@ def _numbers(tensor: torch.Tensor) -> Any:
 
 
 class Torchs(Player):
-    """A rank with torch's DistributedDataParallel."""
-
     def prepare(self) -> None:
         names = "gradient_as_bucket_view", "find_unused_parameters", "static_graph"
         options = {name: getattr(self.case, name) for name in names}
@@ -497,8 +492,6 @@ class Torchs(Player):
 
 
 class Ours(Player):
-    """A rank with this library, in a process group."""
-
     def __init__(self, case: Case, rank: int, model: Net, group: Any) -> None:
         self.group, self.reducers = group, list[ddp.Reducer]()
         super().__init__(case, rank, model)
@@ -618,12 +611,6 @@ HOOKS = {
 
 @dataclass
 class Played:
-    """What a rank held after each operation, and the error that ended it, if any.
-
-    Attributes:
-        faults: what a simulated GPU has found.
-    """
-
     states: list[dict[str, list[Any]]]
     error: str | None = None
     recovered: bool = True
@@ -631,10 +618,7 @@ class Played:
 
 
 def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played, Played | None]:
-    """Plays the case on this rank; with torch's class, too, if `as_torch`.
-
-    After an error, if all ranks raise it `together`, they are to train on.
-    """
+    """Plays the case on this rank; with torch's class, too, if `as_torch`."""
     group = dist.new_group(timeout=timedelta(seconds=DIVIDED_LIMIT_S)) if case.divided else None
     with watched(world.device) as faults, as_large() if case.large else nullcontext():
         model = Net(case, world.rank, world.device)

@@ -108,7 +108,6 @@ class Oracle:
         )
 
     def _renew(self) -> None:
-        """Begins as a new Reducer does."""
         self._trainable = self._trains(self._players[0])
         self._amounts: tuple[float, ...] | None = None  # of the next average
         # By this Reducer, in its forward passes; and whether it compares ranks for that reason.

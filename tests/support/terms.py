@@ -4,8 +4,9 @@ Rank r's input is n (r + 1) with n the world size, so every average is exact and
 gradient of parameter p_k of `Terms` is k + 1 times the input, its average (k + 1) n (n + 1) / 2.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -82,3 +83,9 @@ def is_rank_0s(tensor: torch.Tensor) -> bool:
     theirs = tensor.detach().clone()
     dist.broadcast(theirs, 0)
     return torch.equal(theirs, tensor)
+
+
+def torchs(kind: str) -> Callable[..., Any]:
+    """torch's optimizer, with the settings that have the library's bits."""
+    settings = {"foreach": False} if kind == "SGD" else {"fused": True}
+    return partial(getattr(torch.optim, kind), **settings)

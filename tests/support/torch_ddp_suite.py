@@ -132,7 +132,6 @@ def suite_of(module: Any, barrier: Callable[[], object]) -> Any:
 
 
 def outcome(case: Any, name: str) -> tuple[str, str]:
-    """Runs one test: ("pass" or "skip" or "fail", why)."""
     skips = sys.modules["torch.testing._internal.common_distributed"].TEST_SKIPS
     messages = {skip.exit_code: skip.message for skip in skips.values()}
     try:
@@ -147,10 +146,7 @@ def outcome(case: Any, name: str) -> tuple[str, str]:
 
 
 def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
-    """Runs one test on this rank; returns "passed", "skipped: why" or the traceback.
-
-    Modules are wrapped with `options` (such as `shared_memory=False`) where the test sets no other.
-    """
+    """Runs a test on this rank, modules with `options`: "passed", "skipped: why" or an error."""
     suite = load()
     class_ = ddp.DistributedDataParallel if ours else torch.nn.parallel.DistributedDataParallel
 

@@ -43,8 +43,6 @@ DTYPES = (
 
 
 class Zoo(nn.Module):
-    """Every dtype and shape, as parameters where there can be one and as buffers."""
-
     def __init__(self, seed: int):
         super().__init__()
         draw = torch.Generator().manual_seed(seed)
@@ -117,7 +115,6 @@ def test_ranks_get_the_sources(crew, what):
 
 
 def mlp(layer=None, name="", value=None, **others):
-    """Layers, of which some are others, or one has another parameter or buffer."""
     layers = {"one": nn.Linear(2, 3), "norm": nn.BatchNorm1d(3), "two": nn.Linear(3, 4)}
     model = nn.ModuleDict(layers | others)
     if layer:
@@ -163,7 +160,6 @@ def test_different_models_are_refused_with_one_text_on_every_rank(ranks, backend
 
 
 def expanded(kind):
-    """Has a parameter, or a buffer, of five elements in the memory of one."""
     module, tensor = nn.Linear(2, 2), torch.zeros(1).expand(5)
     module.wide = nn.Parameter(tensor) if kind == "parameter" else nn.Buffer(tensor)
     return module

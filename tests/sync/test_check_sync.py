@@ -125,7 +125,6 @@ def differing(world, odd, change, label):
 
 
 def all_differing(world):
-    """And equal ranks get the checksum of their parameters."""
     one, other = check_sync(model()), check_sync(model(0.25))
     assert one != other
     assert len(one) == len(other) == 16
@@ -156,7 +155,6 @@ def training(every, kind=torch.optim.SGD, **options):
 
 
 def of_a_parameter(world):
-    """After the error the next step averages."""
     ours, _, _, step = training(2)
     for gathers in (0, 1, 0, 1, 0):
         with recorded("all_gather") as called:

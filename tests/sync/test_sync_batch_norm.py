@@ -35,7 +35,6 @@ def test_sums_are_of_full_precision(dtype):
 
 @contextmanager
 def collectives() -> Iterator[Callable[[], tuple[int, int]]]:
-    """How many gathers and sums have been called."""
     own = "all_gather_single", sync_batch_norm
     with recorded(*own) as gathered, recorded("all_reduce") as summed:
         yield lambda: (len(gathered), len(summed))
@@ -45,7 +44,6 @@ close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 def as_one_process(world, shape, sizes, options, channels_last):
-    """Three steps, each with one collective in forward and one in backward."""
     torch.manual_seed(0)
     theirs = nn.modules.batchnorm._BatchNorm(CHANNELS, **options, dtype=torch.float64)
     theirs._check_input_dim = lambda input: None

@@ -23,7 +23,6 @@ gloo_and_mpi = pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indire
 
 @on("gloo-2")
 def test_state_dicts_have_torchs_names(world):
-    """The names are torch's; it goes in with the prefix and without."""
     model = Ours(Terms(1, 2))
     assert model.state_dict().keys() == Theirs(Terms(1, 2)).state_dict().keys()
     nn.init.constant_(model.module.p1, 3)
@@ -102,7 +101,6 @@ def test_mixed_precision(world):
 @gloo_and_mpi
 @on("crew")
 def test_copies(world):
-    """They average on their own, and need no other rank; their settings are the wrapper's."""
     for how in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
         model = Ours(Terms(1, 2), find_unused_parameters=True, bucket_cap_mb=0)
         model(own(world), (0,)).backward()

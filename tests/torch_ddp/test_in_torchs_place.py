@@ -102,7 +102,6 @@ def test_a_stage_of_a_pipeline(world):
 
 
 def zero_in_a_hook(world, class_, make):
-    """ZeRO's step inside the comm hook, bucket by bucket or behind the last one."""
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -131,7 +130,6 @@ def test_zeros_step_inside_the_comm_hook(world):
 
 
 def in_a_mesh(world, class_):
-    """Layers that are sharded over one dimension of a mesh, and averaged over the other."""
     from torch.distributed.tensor import parallel
 
     mesh = dist.init_device_mesh("cpu", (world.world_size, 1), mesh_dim_names=("dp", "tp"))

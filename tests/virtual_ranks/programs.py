@@ -44,8 +44,6 @@ class Checkpointed(nn.Module):
 
 
 class Counting(nn.Module):
-    """Has a buffer that it writes, and whose value backward needs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.ones(1))
@@ -197,7 +195,6 @@ def of_one_process(ranks: Any, name: str) -> str:
 
 @cache
 def by_definition(name: str) -> str:
-    """Of one process that knows nothing of ranks or buckets."""
     program = PROGRAMS[name]
     model = program.model()
     kind = getattr(torch.optim, program.optimizer)
