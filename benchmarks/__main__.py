@@ -6,8 +6,8 @@ Examples:
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
 
-two_hosts needs root, `ip` and `tc`; it does not run without these, nor with --quick. breakdown,
-allreduce, wait_cost and scaling run with --full only.
+two_hosts needs root, `ip` and `tc`; it does not run without these, nor with --quick. allreduce and
+scaling run with --full only.
 
 benchmarks/README.md explains what each benchmark measures and how to read it. Run nothing else
 meanwhile.
@@ -127,9 +127,7 @@ SET = [
         None,
     ),
     Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=needs_two_hosts),
-    Benchmark("breakdown", None, None, obstacle=needs_mpirun),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), needs_mpirun),
-    Benchmark("wait_cost", None, None, (), needs_mpirun),
     Benchmark("scaling", None, None, (), needs_mpirun),
 ]
 

@@ -150,40 +150,6 @@ def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
     plot.grid(axis="y", visible=False)
 
 
-def draw_parts(
-    name: str,
-    title: str,
-    label: str,
-    bars: Mapping[str, Mapping[str, float]],
-    *,
-    folder: Path | None = None,
-) -> None:
-    """Draws a picture with a bar per contender, made of its parts.
-
-    Args:
-        name: of the file.
-        title: above it.
-        label: of the parts' axis.
-        bars: by contender, then by part; parts are in the same order.
-        folder: where to; None means `RESULTS`.
-    """
-    if pyplot is None:
-        print(_NO_PICTURE, flush=True)
-        return
-    figure, plot = pyplot.subplots(figsize=(8, 1.5 + 0.4 * len(bars)))
-    ends = [0.0] * len(bars)
-    for part in next(iter(bars.values())):
-        widths = [parts[part] for parts in bars.values()]
-        plot.barh(range(len(bars)), widths, left=ends, label=part)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    plot.set_yticks(range(len(bars)), list(bars), fontsize=8)
-    plot.invert_yaxis()
-    plot.set(xlabel=label, title=title)
-    plot.grid(axis="y", visible=False)
-    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
-    _save(name, figure, folder)
-
-
 def _save(name: str, figure: Any, folder: Path | None) -> None:
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
