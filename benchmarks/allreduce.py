@@ -37,11 +37,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness import deepspeed, make_parser
-from benchmarks.harness.launch import add_results_option
-from benchmarks.harness.report import draw_lines
+from benchmarks.harness import deepspeed
+from benchmarks.harness.launch import make_parser
+from benchmarks.harness.report import draw_lines, write
 from ddp_from_scratch import UsageError, process_group, start_ranks
-from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
@@ -79,17 +78,10 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
     text = f"default: {ALL_REDUCE}"
     parser.add_argument("--collective", nargs="+", choices=FACTORS, default=[ALL_REDUCE], help=text)
-    parser.add_argument(
-        "--bytes",
-        type=int,
-        nargs="+",
-        default=SIZES,
-        metavar="N",
-        help="default: 4^4 to 4^13",
-    )
+    text = "default: 4^4 to 4^13"
+    parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, metavar="N", help=text)
     parser.add_argument("--quick", action="store_true", help="every other size, a third the rounds")
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # for ranks
-    add_results_option(parser)
     options = parser.parse_args()
     if min(options.nproc) < 2 or min(options.bytes) < 8:
         raise UsageError("--nproc must be 2 or more and --bytes 8 or more")
@@ -120,11 +112,9 @@ def measure(options: argparse.Namespace) -> None:
         rival = deepspeed.SharedMemory() if options.deepspeed and backend == "mpi" else None
         for collective, dtype in product(options.collective, options.dtype):
             sizes = sorted(options.bytes)[:: 2 if options.quick else 1]
-            watched = world.rank == 0 and on_terminal()
             title = f"{collective}, {backend}, {dtype}"
-            progress = tqdm(sizes, title, disable=not watched, leave=False)
             times: dict[int, dict[str, list[float]]] = {}
-            for nbytes in progress:
+            for nbytes in tqdm(sizes, title, disable=world.rank != 0 or None, leave=False):
                 numel = nbytes // getattr(torch, dtype).itemsize
                 tensor = torch.zeros(numel, dtype=getattr(torch, dtype), device=world.device)
                 if collective != ALL_REDUCE:
@@ -312,14 +302,14 @@ def report(
     name = f"{collective}-{backend}-{dtype}-{ranks}"
     settings: dict[str, Any] = {"benchmark": "allreduce", "collective": collective}
     settings |= {"backend": backend, "dtype": dtype, "nproc": ranks}
-    write(name, f"{title}; seconds by bytes and contender", times, settings=settings, folder=folder)
+    write(name, f"{title}; seconds by bytes and contender", times, folder, **settings)
     lines: dict[str, list[tuple[float, float]]] = {}
     for nbytes, of_size in times.items():
         for contender, seconds in of_size.items():
             bandwidth = bus_bandwidth(collective, contender, ranks, nbytes, seconds)
             if bandwidth is not None:
                 lines.setdefault(contender, []).append((nbytes, bandwidth))
-    draw_lines(name, title, ("bytes", "bus bandwidth, GB/s"), lines, folder=folder)
+    draw_lines(name, title, ("bytes", "bus bandwidth, GB/s"), lines, folder)
 
 
 def bus_bandwidth(

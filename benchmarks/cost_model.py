@@ -44,7 +44,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import make_parser
 from benchmarks.harness.costs import (
     ALGORITHMS,
     Link,
@@ -57,10 +56,9 @@ from benchmarks.harness.costs import (
     ring,
     tree,
 )
-from benchmarks.harness.launch import add_results_option
-from benchmarks.harness.report import draw_lines
+from benchmarks.harness.launch import make_parser
+from benchmarks.harness.report import draw_lines, write
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
@@ -69,17 +67,11 @@ RANKS = [2**k for k in range(3, 13)]
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step; times are in seconds.
-
-    Attributes:
-        ranks: the number of ranks.
-        compute: the step without communication.
-        all_reduce: by algorithm.
-    """
+    """A predicted step; times are in seconds."""
 
     ranks: int
-    compute: float
-    all_reduce: dict[str, float]
+    compute: float  # the step without communication
+    all_reduce: dict[str, float]  # by algorithm
 
     def efficiency(self, algorithm: str, hidden: bool) -> float:
         """Returns the share of the step that computes.
@@ -144,7 +136,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--params", type=float, default=16.8e6, help="(default: 16.8e6, 67 MB)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="samples of a rank (default: 16)")
-    add_results_option(parser)
     options = parser.parse_args(arguments)
     for name in ("gbit", "latency_us", "per_host", "params", "layers", "batch"):
         value = getattr(options, name)
@@ -247,10 +238,9 @@ def report_predictions(models: Mapping[str, Model], options: argparse.Namespace)
         "predictions": [asdict(p) for p in predictions],
     }
     names = ("gbit", "latency_us", "per_host", "params", "layers", "batch")
-    settings = {"benchmark": "cost_model", **{name: getattr(options, name) for name in names}}
-    write("cost_model", title, content, settings=settings, folder=options.results)
-    axes = ("ranks", "ms, predicted")
-    draw_lines("cost_model", title, axes, lines, folder=options.results)
+    settings = {name: getattr(options, name) for name in names}
+    write("cost_model", title, content, options.results, benchmark="cost_model", **settings)
+    draw_lines("cost_model", title, ("ranks", "ms, predicted"), lines, options.results)
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:

@@ -42,13 +42,11 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks import cost_model
-from benchmarks.harness import make_parser
 from benchmarks.harness.costs import Shape, oversubscribed
-from benchmarks.harness.launch import add_results_option, backend_of_job
-from benchmarks.harness.report import Bar, draw_bars
+from benchmarks.harness.launch import backend_of_job, make_parser
+from benchmarks.harness.report import Bar, draw_bars, write
 from ddp_from_scratch import UsageError, mpi, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, OPTIMIZERS, Contender
-from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.timing import check_equal, interleave, warm_up
 from ddp_from_scratch.bench.verdict import text_table
@@ -97,7 +95,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, nargs="+", help="ranks (default: 1 2 4 8)")
     parser.add_argument("--rounds", type=int, help="timed steps of each contender (default: 8)")
     parser.add_argument("--quick", action="store_true", help="gloo, up to 4 ranks, 4 rounds")
-    add_results_option(parser)
     options = parser.parse_args(arguments)
     options.backend = options.backend or (["gloo"] if options.quick else ["gloo", "mpi"])
     options.nproc = sorted(set(options.nproc or ([1, 2, 4] if options.quick else [1, 2, 4, 8])))
@@ -130,7 +127,7 @@ def measure(options: argparse.Namespace) -> None:
         progress = tqdm(
             total=len(trained) + len(SIZES),
             desc=f"{backend}, {world.world_size} ranks",
-            disable=world.rank != 0 or not on_terminal(),
+            disable=world.rank != 0 or None,
             leave=False,
         )
         all_reduce, add = {}, {}
@@ -158,7 +155,7 @@ def measure(options: argparse.Namespace) -> None:
             title = f"scaling; {backend}, {world.world_size} ranks"
             settings = {"benchmark": "scaling", "backend": backend, "nproc": world.world_size}
             name = file_name(backend, world.world_size)
-            write(name, title, samples, settings=settings, folder=options.results)
+            write(name, title, samples, options.results, **settings)
 
 
 def slowest(call: Callable[[], Any], rounds: int) -> list[float]:
@@ -273,8 +270,8 @@ def report(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
             f"weak scaling: every rank has a batch of {BASE.batch}": bars(by_ranks, "weak"),
             f"strong scaling: all ranks share a batch of {WHOLE_BATCH}": bars(by_ranks, "strong"),
         },
-        limit="ideal: no time lost but to missing cores",
-        folder=folder,
+        folder,
+        "ideal: no time lost but to missing cores",
     )
 
 

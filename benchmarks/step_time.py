@@ -27,7 +27,7 @@ def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
         f"ms per step, fused {OPTIMIZERS[job.optimizer].name}; a bar ends at the median, its line "
         f"spans the quartiles,\nthe number is the ratio to the fastest torch DDP on gloo (nccl)",
         {f"{described(way, run)}{_warning(run)}": bars(run) for way, run in runs.items()},
-        folder=folder,
+        folder,
     )
 
 

@@ -19,11 +19,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import make_parser, network
-from benchmarks.harness.launch import add_results_option
+from benchmarks.harness import network
+from benchmarks.harness.launch import make_parser
+from benchmarks.harness.report import write
 from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
-from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
@@ -70,7 +70,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     # `start` passes these to the ranks of every benchmark.
     parser.add_argument("--backend", help=argparse.SUPPRESS)
     parser.add_argument("--nproc", help=argparse.SUPPRESS)
-    add_results_option(parser)
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.cap < 0:
         raise UsageError(
@@ -127,7 +126,7 @@ def report(options: argparse.Namespace, name: str, records: dict[str, Record]) -
     text = f"{as_text(first, step)}\n\n{table}\n"
     print(f"\n{text}", flush=True)
     settings = {"benchmark": "timelines", "model": options.model, "place": options.place[0]}
-    write(name, first.title, samples, settings=settings, folder=options.results)
+    write(name, first.title, samples, options.results, **settings)
     path = options.results / f"{name}.png"
     path.with_suffix(".txt").write_text(text, encoding="utf-8")
     drawn = draw(first, step, path)

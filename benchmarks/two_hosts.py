@@ -41,9 +41,9 @@ import torch
 from tqdm import tqdm
 
 import ddp_from_scratch as ddp
-from benchmarks.harness import make_parser, network
-from benchmarks.harness.launch import add_results_option, backend_of_job
-from benchmarks.harness.report import Bar, draw_bars
+from benchmarks.harness import network
+from benchmarks.harness.launch import backend_of_job, make_parser
+from benchmarks.harness.report import Bar, draw_bars, write
 from benchmarks.harness.wire_contenders import (
     BF16,
     POWER_SGD,
@@ -63,7 +63,6 @@ from benchmarks.harness.wire_meter import (
 )
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.timing import WARM_UP, interleave, warm_up
 from ddp_from_scratch.bench.verdict import kind, text_table
@@ -124,7 +123,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="gloo, 2 ranks, 5 rounds, 1 Gbit/s")
     parser.add_argument("--full", action="store_true", help="0.1, 1 and 10 Gbit/s")
-    add_results_option(parser)
     options = parser.parse_args(arguments)
     if options.quick and options.full:
         raise UsageError("--quick and --full exclude each other")
@@ -172,7 +170,7 @@ def measure(options: argparse.Namespace) -> None:
         rounds = tqdm(
             range(options.rounds),
             desc=f"{gbit:g} Gbit/s, {backend}, {world.world_size} ranks",
-            disable=world.rank != 0 or not on_terminal(),
+            disable=world.rank != 0 or None,
             leave=False,
         )
         warm_up(metered)
@@ -196,16 +194,17 @@ def measure(options: argparse.Namespace) -> None:
                 f"{nbytes / 1e6:.1f} MB of gradients"
             )
             print(table(results, samples), flush=True)
-            settings = {
-                "benchmark": "two_hosts",
-                "model": options.model,
-                "backend": backend,
-                "nproc": world.world_size,
-                "gbit": gbit,
-            }
-            name = file_name(options.model, backend, world.world_size, gbit)
-            kept = [asdict(r) for r in results]
-            write(name, title, kept, settings=settings, folder=options.results)
+            write(
+                file_name(options.model, backend, world.world_size, gbit),
+                title,
+                [asdict(r) for r in results],
+                options.results,
+                benchmark="two_hosts",
+                model=options.model,
+                backend=backend,
+                nproc=world.world_size,
+                gbit=gbit,
+            )
 
 
 def bytes_to_cross(nbytes: int, powers: ddp.power_sgd.PowerSGDState) -> Callable[[str], int | None]:
@@ -285,8 +284,8 @@ def draw(
             f"{gbit:g} Gbit/s": bars([Result(**sample) for sample in samples])
             for gbit, samples in sorted(by_speed.items())
         },
-        limit="least: computing and the wire",
-        folder=folder,
+        folder,
+        "least: computing and the wire",
     )
 
 

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.machine import on_terminal
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.errors import needs_extra
 from ddp_from_scratch.sync.check_sync import check_sync
@@ -84,7 +83,7 @@ def rounds_for(
         total=count or round(seconds or 0.0),
         desc=title,
         unit="round" if count else "s",
-        disable=dist.get_rank() != 0 or not on_terminal(),
+        disable=dist.get_rank() != 0 or None,  # None: not on a terminal, either
         leave=False,
     )
     return _rounds(seconds, count, device, bar)

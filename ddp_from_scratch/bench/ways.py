@@ -116,15 +116,16 @@ def measure(job: Job) -> dict[str, Any] | None:
         check_ranks(compared)
         if world.rank != 0:
             return None
-        settings = {
-            "benchmark": "step_time",
-            "model": job.model,
-            "backend": " ".join(job.backends),
-            "nproc": world.world_size,
-            "optimizer": job.optimizer,
-            "way": job.way,
-        }
-        content = content_of(job.title(of), [asdict(s) for s in samples], settings)
+        content = content_of(
+            job.title(of),
+            [asdict(s) for s in samples],
+            benchmark="step_time",
+            model=job.model,
+            backend=" ".join(job.backends),
+            nproc=world.world_size,
+            optimizer=job.optimizer,
+            way=job.way,
+        )
         if world.device.type == "cpu" and world.world_size == world.local_world_size:
             alone = next((s for s in samples if s.name == NO_COMMUNICATION), None)
             cores = len(use.processors)
