@@ -178,9 +178,9 @@ def measure(options: argparse.Namespace) -> None:
         watch = Watch(world.device)
         spec = [s for s in CONTENDERS if s.name == name]
         # Without the start, a copy of the parameters that training does not need.
-        workload, optimizer = WORKLOADS[model], options.optimizer
+        workload, optimizers = WORKLOADS[model], OPTIMIZERS[options.optimizer]
         (contender,) = contenders(
-            workload, world.device, spec, optimizer=optimizer, keep_start=False
+            workload, world.device, spec, optimizers=optimizers, keep_start=False
         )
         phases = [watch.peak()]
         for _ in range(STEPS):

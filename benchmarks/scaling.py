@@ -36,26 +36,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-import ddp_from_scratch as ddp
 from benchmarks import cost_model
 from benchmarks.harness.costs import Shape, oversubscribed
 from benchmarks.harness.launch import backend_of_job, make_parser
 from benchmarks.harness.report import Bar, draw_bars, write
 from ddp_from_scratch import UsageError, mpi, process_group
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, OPTIMIZERS, Contender
+from ddp_from_scratch.bench.contenders import (
+    NO_COMMUNICATION,
+    Contender,
+    ContenderSpec,
+    alone,
+    contenders,
+    reducer,
+    torch_ddp,
+)
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.timing import check_equal, interleave, warm_up
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import start
+from ddp_from_scratch.bench.workloads import Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 TORCH, REDUCER = "torch DDP, views", "Reducer"
 KINDS = {"alone": NO_COMMUNICATION, "torch": TORCH, "averaged": REDUCER}
+VIEWS = {"gradient_as_bucket_view": True}
+WAYS = {"alone": alone, "torch": torch_ddp(**VIEWS), "averaged": reducer(**VIEWS)}
 COLOUR_OF = {"alone": "reference", "torch": "torch", "averaged": "ours"}
 
 SIZES = [4**k for k in range(5, 13)]  # bytes of an all-reduce, 1 kB to 16 MB
@@ -186,7 +194,7 @@ def measure_steps(shape: Shape, rounds: int, device: torch.device) -> dict[str, 
     torch.manual_seed(dist.get_rank())
     batch = torch.randn(shape.batch, shape.width), torch.randint(shape.width, (shape.batch,))
     memory = {kind: grown(shape, batch, kind) for kind in KINDS}
-    compared = [contender(shape, batch, kind) for kind in KINDS]
+    compared = contenders_of(shape, batch, *KINDS, keep_start=True)
     warm_up(compared)
     check_equal(compared)
     samples = interleave(compared, range(rounds), device)
@@ -214,7 +222,7 @@ def grown(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> 
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = _resident("VmRSS")
-    one = contender(shape, batch, kind)
+    (one,) = contenders_of(shape, batch, kind, keep_start=False)
     for _ in range(3):
         one.step()
     most = torch.tensor([_resident("VmHWM") - before])
@@ -227,27 +235,20 @@ def _resident(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def contender(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> Contender:
-    """Makes one way to train, with its own copy of the model."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(shape.layers):
-        layers += [nn.Linear(shape.width, shape.width), nn.ReLU()]
-    model: nn.Module = nn.Sequential(*layers)
-    called = model
-    if kind == "torch":
-        called = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    elif kind == "averaged":
-        ddp.broadcast_parameters(model)
-        ddp.Reducer(model, gradient_as_bucket_view=True)
-    optimizer = OPTIMIZERS["sgd"].fused(model)
+def contenders_of(
+    shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], *kinds: str, keep_start: bool
+) -> list[Contender]:
+    """Makes these ways to train, each with its own copy of the model."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(called(batch[0]), batch[1]).backward()
-        optimizer.step()
+    def model() -> nn.Module:
+        layers: list[nn.Module] = []
+        for _ in range(shape.layers):
+            layers += [nn.Linear(shape.width, shape.width), nn.ReLU()]
+        return nn.Sequential(*layers)
 
-    return Contender(KINDS[kind], model, step)
+    device, workload = torch.device("cpu"), Workload("", model, lambda: batch)
+    specs = [ContenderSpec(KINDS[kind], WAYS[kind]) for kind in kinds]
+    return contenders(workload, device, specs, keep_start=keep_start)
 
 
 # Tables ---------------------------------------------------------------------------------------

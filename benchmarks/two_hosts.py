@@ -50,7 +50,7 @@ from benchmarks.harness.wire_contenders import (
     TORCH,
     TORCH_POWER_SGD,
     check_alike,
-    contenders,
+    make_contenders,
     until_first_bucket,
 )
 from benchmarks.harness.wire_meter import (
@@ -159,13 +159,12 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with process_group(backend) as world:
         workload = WORKLOADS[options.model]
+        ready = until_first_bucket(workload)  # no byte can cross before
         torch.manual_seed(world.rank)
-        batch = workload.batch()
-        ready = until_first_bucket(workload.model, batch)  # no byte can cross before
         # Counts bytes at the interface, since a backend may send more than it must.
         meter = Meter()
         powers = ddp.power_sgd.PowerSGDState(rank=4, start=WARM_UP - 1)
-        compared = contenders(workload.model, batch, backend, powers, options.cap)
+        compared = make_contenders(workload, world.device, backend, powers, options.cap)
         metered = [Contender(c.name, c.model, meter.before(c)) for c in compared]
         rounds = tqdm(
             range(options.rounds),
@@ -176,7 +175,7 @@ def measure(options: argparse.Namespace) -> None:
         warm_up(metered)
         samples = interleave(metered, rounds, world.device)
         meter.read()  # counts the last step, since a step is counted before the next one
-        check_alike(compared, workload.model)
+        check_alike(compared)
         sent = gather_sent(meter, world.local_rank == 0)
         if world.rank == 0:
             nbytes = sum(p.numel() * p.element_size() for p in compared[0].model.parameters())

@@ -13,17 +13,22 @@ virtual ranks take more and smaller kernels, and adding up.
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from benchmarks.harness.launch import add_common_options, make_parser, parse_sweep, run_on_ranks
 from benchmarks.harness.report import write
 from ddp_from_scratch import Reducer, UsageError, broadcast_parameters
-from ddp_from_scratch.bench.contenders import Contender
+from ddp_from_scratch.bench.contenders import (
+    OPTIMIZERS,
+    Contender,
+    ContenderSpec,
+    contenders,
+    reducer,
+)
 from ddp_from_scratch.bench.samples import Samples, median_interval
 from ddp_from_scratch.bench.timing import check_ranks, interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.verdict import text_table
@@ -33,6 +38,8 @@ from ddp_from_scratch.world import World
 
 TIMES = (1, 2, 8)
 ORDINARY = "Reducer"
+# Rank 0's buffers, as with virtual ranks.
+SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": True}
 
 
 def main() -> int:
@@ -51,7 +58,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:
     """Times a model on this rank. Rank 0 prints and writes."""
-    compared = contenders(WORKLOADS[model], world)
+    compared = make_contenders(WORKLOADS[model], world)
     rounds = rounds_for(options.seconds, options.rounds, world.device, title)
     warm_up(compared)
     samples = interleave(compared, rounds, world.device)
@@ -60,55 +67,37 @@ def measure(options: argparse.Namespace, world: World, model: str, title: str) -
         report(options, world, model, title, samples)
 
 
-def contenders(workload: Workload, world: World) -> list[Contender]:
+def make_contenders(workload: Workload, world: World) -> list[Contender]:
     """Makes the ordinary contenders, and one per number of virtual ranks, with the same batch."""
     batch = [tensor.to(world.device) for tensor in workload.batch()]
     if len(batch[0]) % max(TIMES):
         raise UsageError(f"--model: a batch of {len(batch[0])} is not one of 8 virtual ranks")
-    found = [_ordinary(ORDINARY, workload, world, batch)]
+    specs = [ContenderSpec(ORDINARY, reducer(**SETTINGS))]
     if world.backend == "gloo":
-        name = f"{ORDINARY}, no shared memory"
-        found.append(_ordinary(name, workload, world, batch, shared_memory=False))
+        plain = reducer(shared_memory=False, **SETTINGS)
+        specs.append(ContenderSpec(f"{ORDINARY}, no shared memory", plain))
+    shared = replace(workload, batch=lambda: batch)
+    found = contenders(shared, world.device, specs, keep_start=False)
     return [*found, *(_on_virtual_ranks(times, workload, world, batch) for times in TIMES)]
-
-
-def _made(
-    workload: Workload, world: World, **settings: Any
-) -> tuple[nn.Module, Reducer, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = workload.model().to(world.device)
-    broadcast_parameters(model)
-    # Bucket views and rank 0's buffers, as with virtual ranks.
-    reducer = Reducer(model, gradient_as_bucket_view=True, broadcast_buffers=True, **settings)
-    return model, reducer, torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9, fused=True)
-
-
-def _ordinary(
-    name: str, workload: Workload, world: World, batch: list[torch.Tensor], **settings: Any
-) -> Contender:
-    model, _, optimizer = _made(workload, world, **settings)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        workload.loss(model, batch).backward()
-        optimizer.step()
-
-    return Contender(name, model, step)
 
 
 def _on_virtual_ranks(
     times: int, workload: Workload, world: World, batch: list[torch.Tensor]
 ) -> Contender:
-    model, reducer, optimizer = _made(workload, world, virtual_ranks=times * world.world_size)
+    torch.manual_seed(0)
+    model, count = workload.model().to(world.device), times * world.world_size
+    broadcast_parameters(model)
+    averaging = Reducer(model, virtual_ranks=count, **SETTINGS)
+    optimizer = OPTIMIZERS["sgd"].fused(model)
     parts = list(zip(*(tensor.chunk(times) for tensor in batch), strict=True))
 
     def step() -> None:
-        for part, virtual_rank in zip(parts, reducer.virtual_rank_range, strict=True):
-            with reducer.virtual_rank(virtual_rank):
+        for part, virtual_rank in zip(parts, averaging.virtual_rank_range, strict=True):
+            with averaging.virtual_rank(virtual_rank):
                 workload.loss(model, part).backward()
         optimizer.step()
 
-    return Contender(f"{times * world.world_size} virtual ranks", model, step)
+    return Contender(f"{count} virtual ranks", model, step)
 
 
 def report(

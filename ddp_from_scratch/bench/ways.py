@@ -154,7 +154,9 @@ def _make(
     for spec in job.rows:
         state = torch.get_rng_state()  # the same batch for all
         try:
-            made += contenders(of, world.device, [spec], groups, job.optimizer, not made)
+            made += contenders(
+                of, world.device, [spec], groups, OPTIMIZERS[job.optimizer], not made
+            )
         except (TypeError, ValueError) as error:
             # All ranks raise this, since they have the same model, so none waits for another.
             left_out[spec.name] = str(error)
