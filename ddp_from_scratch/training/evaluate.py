@@ -12,7 +12,6 @@ from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.contents import check_fit
 from ddp_from_scratch.training.coordination import (
     on_rank_zero,
     open_dataset,
@@ -64,7 +63,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
             # Allocate nothing: a size in the file could ask for any amount.
             with torch.device("meta"):
                 shell = make_model(**state["model_spec"])
-            check_fit(state, shell)
+            checkpoint.check_fit(state, shell)
         except UsageError as error:  # also a ValueError, with a reason of its own
             raise UsageError(f"{wrong}: {error}") from error
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # an absurd size

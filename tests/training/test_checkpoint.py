@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.evaluate import load_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.world import World
 
 MODEL = nn.Linear(4, 3)
 
@@ -110,6 +113,30 @@ def test_a_file_that_no_run_has_written_is_one_clear_line_and_is_not_unpickled(t
         assert refusal(path) == told
     for path in (tmp_path, tmp_path / "none.pt"):
         assert refusal(path).startswith(f"cannot read checkpoint {path}: ")
+
+
+def test_a_sealed_file_with_contents_that_no_run_writes_is_passed_over(tmp_path):
+    good = checkpoint.save(tmp_path, state(1))
+    bad = checkpoint.save(tmp_path, state(1) | {"epoch": None})
+    told = f"{bad} is no checkpoint that a run has written: epoch must be int, got NoneType"
+    assert refusal(bad) == told
+    assert checkpoint.load_newest(tmp_path)[0] == good
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_that_is_absurd_or_not_the_one_it_names_is_not_built(tmp_path):
+    world = World(**vars(ALONE), backend="gloo", device=torch.device("cpu"))
+    for key, value, why in (
+        ("image_size", 2**20, "mlp: weight of the model must be absent, got "),
+        ("image_size", 2**40, "mlp, it was written by another version"),
+        ("name", "mlq", "mlq: unknown model 'mlq'"),
+    ):
+        content = state(1)
+        content["model_spec"][key] = value
+        path = checkpoint.save(tmp_path, content)
+        with pytest.raises(UsageError) as error:
+            load_model(path, world, torch.distributed.group.WORLD)
+        assert str(error.value).startswith(f"{path} does not fit its own model {why}")
 
 
 def test_one_that_may_be_whole_is_not_passed_over(tmp_path, monkeypatch):
