@@ -89,10 +89,7 @@ def main() -> int:
         measure(options)
         return 0
     for count in options.nproc:
-        rank = [sys.executable, "-m", "benchmarks.allreduce", "--nproc", str(count)]
-        rank += ["--dtype", *options.dtype, "--bytes", *map(str, options.bytes)]
-        rank += ["--collective", *options.collective]
-        rank += ["--quick"] * options.quick + ["--results", str(options.results)]
+        rank = [sys.executable, "-m", "benchmarks.allreduce", *sys.argv[1:]]
         if reason := deepspeed.missing(count):
             print(f"without {deepspeed.NAME}: {reason}", flush=True)
         else:
@@ -123,8 +120,8 @@ def measure(options: argparse.Namespace) -> None:
                     compared = contenders_on_cpu(tensor)
                 else:
                     compared = contenders_on_gpu(tensor)
-                if rival is not None and collective == ALL_REDUCE:
-                    compared |= contender_of(rival, tensor)
+                if rival is not None and collective == ALL_REDUCE and rival.has(tensor.dtype):
+                    compared[deepspeed.NAME] = Contender(partial(rival.all_reduce, tensor))
                 # Small calls are noisy and cheap, so they get more rounds, with many calls each.
                 rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
                 calls = max(1, min(50, 2**20 // nbytes))
@@ -187,12 +184,6 @@ def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
                 plain, before=keep_pages, after=lambda: set_thresholds(128 * 1024)
             )
     return contenders
-
-
-def contender_of(rival: deepspeed.SharedMemory, tensor: torch.Tensor) -> dict[str, Contender]:
-    """Returns DeepSpeed's all-reduce; empty if it does not sum this dtype."""
-    call = Contender(lambda: rival.all_reduce(tensor))
-    return {deepspeed.NAME: call} if rival.has(tensor.dtype) else {}
 
 
 def other_contenders(collective: str, backend: str, tensor: torch.Tensor) -> dict[str, Contender]:

@@ -63,6 +63,7 @@ from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 RANKS = [2**k for k in range(3, 13)]
+NUMBERS = ("gbit", "latency_us", "per_host", "params", "layers", "batch")  # options
 
 
 @dataclass(frozen=True)
@@ -124,20 +125,16 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.cost_model", __doc__)
-    parser.add_argument(
-        "--gbit",
-        type=float,
-        help="speed of a host's wire in Gbit/s (default: what gloo reached here between ranks)",
-    )
-    parser.add_argument(
-        "--latency-us", type=float, help="of a message between hosts (default: as gloo's here)"
-    )
+    text = "speed of a host's wire in Gbit/s (default: what gloo reached here between ranks)"
+    parser.add_argument("--gbit", type=float, help=text)
+    text = "of a message between hosts (default: as gloo's here)"
+    parser.add_argument("--latency-us", type=float, help=text)
     parser.add_argument("--per-host", type=int, default=8, help="ranks on a host (default: 8)")
     parser.add_argument("--params", type=float, default=16.8e6, help="(default: 16.8e6, 67 MB)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="samples of a rank (default: 16)")
     options = parser.parse_args(arguments)
-    for name in ("gbit", "latency_us", "per_host", "params", "layers", "batch"):
+    for name in NUMBERS:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise UsageError(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -175,7 +172,12 @@ def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) 
     print("\nfitted, with up to 4 ranks; for a rank that has a core of its own")
     print(model_table(models))
     print("\npredicted, not fitted: median of |predicted / measured - 1|")
-    print(error_table(models), flush=True)
+    rows = [
+        [f"{backend}: {group}", str(errors)]
+        for backend, model in models.items()
+        for group, errors in model.errors.items()
+    ]
+    print(text_table(["", "error"], rows), flush=True)
     report_predictions(models, options)
 
 
@@ -195,16 +197,6 @@ def model_table(models: Mapping[str, Model]) -> str:
     ]
     headers = ["", "alpha", "1 / beta", "1 / gamma", "forward, backward", "a parameter", "a layer"]
     return text_table(headers, rows)
-
-
-def error_table(models: Mapping[str, Model]) -> str:
-    """Tables the errors of each backend's model on held-out measurements."""
-    rows = [
-        [f"{backend}: {group}", str(errors)]
-        for backend, model in models.items()
-        for group, errors in model.errors.items()
-    ]
-    return text_table(["", "error"], rows)
 
 
 def report_predictions(models: Mapping[str, Model], options: argparse.Namespace) -> None:
@@ -237,8 +229,7 @@ def report_predictions(models: Mapping[str, Model], options: argparse.Namespace)
         "models": {backend: asdict(model) for backend, model in models.items()},
         "predictions": [asdict(p) for p in predictions],
     }
-    names = ("gbit", "latency_us", "per_host", "params", "layers", "batch")
-    settings = {name: getattr(options, name) for name in names}
+    settings = {name: getattr(options, name) for name in NUMBERS}
     write("cost_model", title, content, options.results, benchmark="cost_model", **settings)
     draw_lines("cost_model", title, ("ranks", "ms, predicted"), lines, options.results)
 

@@ -26,19 +26,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from benchmarks.harness.launch import add_common_options, make_parser, run_on_ranks
 from benchmarks.harness.report import write
-from ddp_from_scratch import Reducer, UsageError
-from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
+from benchmarks.timelines import record
+from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.verdict import text_table
-from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
+from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.watch.record import StepTimes
 from ddp_from_scratch.watch.render import Spans, computed, draw_panels, legend, line, sent
-from ddp_from_scratch.watch.timeline import SKIP, Timeline
 from ddp_from_scratch.world import World
 
 RUNGS: dict[str, dict[str, Any]] = {
@@ -76,30 +72,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:
     """Records every rung on this rank. Rank 0 prints, writes and draws."""
-    steps = {
-        rung: typical_step(WORKLOADS[model], world.device, settings, options.steps)
-        for rung, settings in RUNGS.items()
-    }
+    steps = {}
+    for rung, settings in RUNGS.items():
+        found = record(WORKLOADS[model], world.device, {rung: settings}, options.steps)
+        steps[rung] = found[rung].typical
+        gc.collect()  # hooks make cycles of model and Reducer
     if world.rank == 0:
         report(options, model, title, steps)
-
-
-def typical_step(
-    workload: Workload, device: torch.device, settings: Mapping[str, Any], count: int
-) -> StepTimes:
-    """Returns the step of median length of a Reducer with these settings. Collective."""
-    made: list[Reducer] = []
-    spec = ContenderSpec("", reducer(made=made, gradient_as_bucket_view=True, **settings))
-    (contender,) = contenders(workload, device, [spec], keep_start=False)
-    timeline = Timeline(made[0], None, steps=count)
-    for _ in range(SKIP + count + 1):
-        dist.barrier()  # all ranks begin a step together
-        contender.step()
-    timeline.close()
-    made[0].remove()
-    gc.collect()  # hooks make cycles of model and Reducer
-    assert timeline.record is not None, "as many steps as that were taken"
-    return timeline.record.typical
 
 
 def rows_of(step: StepTimes) -> dict[str, Spans]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks import memory, overlap
 from benchmarks.harness.wire_contenders import BF16, POWER_SGD, REDUCER, SGD, TORCH
-from benchmarks.harness.wire_meter import Result, with_computing
+from benchmarks.harness.wire_meter import Result
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, REFERENCES
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.verdict import Run, fastest, text_table
@@ -109,14 +109,14 @@ def wires(contents: Sequence[Content]) -> str:
     """A row for each model across each wire: ratios to torch's DDP and to what the wire allows."""
     rows = []
     for content in contents:
-        results = {r.name: r for r in with_computing([Result(**s) for s in content["samples"]])}
+        results = {s["name"]: Result(**s) for s in content["samples"]}
         samples = {name: Samples(name, r.milliseconds) for name, r in results.items()}
         torch_ddp = samples[TORCH]
         row = [f"{content['settings']['gbit']:g} Gbit/s, {_place(content)}"]
         row += [_median(samples[NO_COMMUNICATION]), _median(torch_ddp)]
         for name in (TORCH, REDUCER, SGD, BF16, POWER_SGD):
             over_bound = results[name].over_bound
-            row += [_ratio(samples[name], torch_ddp)] if name != TORCH else []
+            row += [f"{samples[name].ratio_to(torch_ddp)[0]:.2f}"] if name != TORCH else []
             row.append("-" if over_bound is None else f"{over_bound:.2f}")
         rows.append(row)
     headers = ["a step between two hosts", "no comm., ms", "torch DDP, ms", "/ bound"]
@@ -145,10 +145,6 @@ def _place(content: Content) -> str:
 
 def _median(samples: Samples | None) -> str:
     return "-" if samples is None else f"{samples.quartiles[1]:.1f}"
-
-
-def _ratio(samples: Samples | None, other: Samples | None) -> str:
-    return "-" if samples is None or other is None else f"{samples.ratio_to(other)[0]:.2f}"
 
 
 def _megabytes(size: int | None) -> str:

@@ -14,7 +14,9 @@ Text, picture and the times of all steps go to benchmarks/results, or to the fol
 
 import argparse
 import sys
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,20 +86,20 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     with process_group(MPI if place == MPI else GLOO) as world:
         torch.manual_seed(world.rank)
-        caps = {"default buckets": None, f"buckets of {options.cap:g} MiB": options.cap}
-        workload = WORKLOADS[options.model]
-        records = record(workload, world.device, caps, options.steps)
+        small = {"bucket_cap_mb": options.cap}
+        settings = {"default buckets": {}, f"buckets of {options.cap:g} MiB": small}
+        records = record(WORKLOADS[options.model], world.device, settings, options.steps)
         if world.rank == 0:
             report(options, f"timeline-{options.model}-{place}", records)
 
 
 def record(
-    workload: Workload, device: torch.device, caps: dict[str, float | None], count: int
+    workload: Workload, device: torch.device, settings: Mapping[str, dict[str, Any]], count: int
 ) -> dict[str, Record]:
-    """Records a Reducer with each cap; they take turns. Collective."""
+    """Records a Reducer with each of these settings; they take turns. Collective."""
     made: list[Reducer] = []
-    settings = {"made": made, "gradient_as_bucket_view": True}
-    specs = [ContenderSpec(n, reducer(bucket_cap_mb=cap, **settings)) for n, cap in caps.items()]
+    views = {"made": made, "gradient_as_bucket_view": True}
+    specs = [ContenderSpec(name, reducer(**own, **views)) for name, own in settings.items()]
     compared = contenders(workload, device, specs, keep_start=False)
     timelines = [Timeline(averaging, None, steps=count) for averaging in made]
     for _ in range(SKIP + count + 1):
@@ -105,8 +107,9 @@ def record(
             dist.barrier()  # all ranks begin a step together
             contender.step()
     found = {}
-    for name, timeline in zip(caps, timelines, strict=True):
+    for name, timeline, averaging in zip(settings, timelines, made, strict=True):
         timeline.close()
+        averaging.remove()
         assert timeline.record is not None, "as many steps as that were taken"
         found[name] = timeline.record
     return found

@@ -66,11 +66,7 @@ def crossed_bytes() -> tuple[int, int]:
 
 
 def missing(*tools: str) -> str | None:
-    """Returns the reason why this machine cannot have such hosts, or None.
-
-    Args:
-        tools: commands that are needed besides `ip`.
-    """
+    """Returns why this machine cannot have such hosts with `ip` and these tools, or None."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.getuid() != 0:
@@ -88,11 +84,7 @@ def missing(*tools: str) -> str | None:
 
 
 def check_available(backends: Sequence[str]) -> None:
-    """Checks that this machine can have two hosts, and that Open MPI can span them.
-
-    Raises:
-        UsageError: something is missing, which the text names.
-    """
+    """Raises a UsageError unless this machine can have two hosts, which Open MPI can span."""
     why = missing("tc", *(["unshare"] if "mpi" in backends else []))
     if why is not None:
         raise UsageError(f"two hosts on one machine: {why}")
@@ -104,11 +96,7 @@ def check_available(backends: Sequence[str]) -> None:
 def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
     """Makes the hosts, and removes them with every process on them.
 
-    Args:
-        gbit: the wire's speed in Gbit/s in each direction; None means no limit.
-
-    Raises:
-        RuntimeError: `ip` or `tc` failed.
+    `gbit` is the wire's speed in Gbit/s in each direction; None means no limit.
     """
     _remove_forgotten()
     both = tuple(Host(f"ddp-{os.getpid()}-{i}", f"10.213.77.{i + 1}") for i in range(2))
@@ -135,28 +123,17 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
             _remove(host.name)
 
 
-def run_ranks(
-    hosts: Sequence[Host], per_host: int, backend: str, command: Sequence[str], port: int = 29500
-) -> int:
+def run_ranks(hosts: Sequence[Host], per_host: int, backend: str, command: Sequence[str]) -> int:
     """Runs `command` on `per_host` ranks of each host; the first failure ends all of them.
 
-    Call it under `stoppable`, so that Ctrl-C and SIGTERM end them, too.
-
-    Args:
-        hosts: in rank order.
-        per_host: ranks on each host.
-        backend: "gloo", with a rendezvous at a port of the first host, or "mpi", with Open MPI's
-            mpirun on the first host and its daemon on the others.
-        command: program and arguments.
-        port: of the rendezvous.
-
-    Returns:
-        The exit code: 0, or that of the first process that failed; 128 + N after signal N.
+    Call it under `stoppable`, so that Ctrl-C and SIGTERM end them, too. On gloo the ranks meet at a
+    port of the first host; on mpi, Open MPI's mpirun runs there, and its daemon on the others.
+    Returns 0, or the exit code of the first process that failed; 128 + N after signal N.
     """
     if backend != "mpi":
         counts = [per_host] * len(hosts)
         # The wire's address makes the ranks meet, and then communicate, over the wire.
-        meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port), **_QUIET}
+        meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", **_QUIET}
         return _run_together(
             (host.command(*command), meeting | rank)
             for node, host in enumerate(hosts)

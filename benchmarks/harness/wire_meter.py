@@ -1,35 +1,27 @@
 """Counts the bytes on the wire between two hosts, and rejects results that bypassed it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
 from benchmarks.harness import network
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
+from ddp_from_scratch.bench.contenders import Contender
 from ddp_from_scratch.bench.timing import WARM_UP
 
 
 @dataclass(frozen=True)
 class Result:
-    """One contender across one wire.
-
-    Attributes:
-        name: the contender's.
-        milliseconds: of the slowest rank, by round.
-        must_cross: bytes that each host must send in a step; None if unknown.
-        sent: by host and round, the bytes that the host sent, by the counter of its interface.
-        bound: the least milliseconds of a step: the time until the first bucket is ready plus that
-            on the wire or, `with_computing`, the time without communication if that is more. None
-            if `must_cross` is None.
-    """
+    """One contender across one wire."""
 
     name: str
-    milliseconds: list[float]
-    must_cross: int | None
-    sent: list[list[int]]
+    milliseconds: list[float]  # of the slowest rank, by round
+    must_cross: int | None  # bytes that each host must send in a step; None if unknown
+    sent: list[list[int]]  # bytes by host and round, by the counter of the host's interface
+    # The least ms of a step: until the first bucket is ready and on the wire, or without
+    # communication if that is more. None if `must_cross` is None.
     bound: float | None
 
     @property
@@ -43,17 +35,6 @@ class Result:
         if not self.bound or not self.must_cross:
             return None
         return float(np.median(self.milliseconds)) / self.bound
-
-
-def with_computing(results: Sequence[Result]) -> list[Result]:
-    """Raises bounds to at least the median step without communication. Idempotent.
-
-    On a fast wire, that is the limit, since every step computes its gradients.
-    """
-    (alone,) = (r.milliseconds for r in results if r.name == NO_COMMUNICATION)
-    # From the same rounds as the others, with an equally busy machine.
-    least = float(np.median(alone))
-    return [r if r.bound is None else replace(r, bound=max(r.bound, least)) for r in results]
 
 
 def limit_ms(nbytes: float, gbit: float) -> float:
@@ -92,9 +73,7 @@ class Meter:
 def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
     """Returns, by contender, the bytes that each host sent in each timed step. Collective.
 
-    Args:
-        meter: this rank's.
-        counts: True on one rank per host, whose meter counts.
+    `counts` is True on one rank per host, whose meter counts.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, meter.sent if counts else None)
@@ -103,11 +82,7 @@ def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
 
 
 def check_crossed(results: list[Result], gbit: float) -> None:
-    """Rejects results that bypassed the wire.
-
-    Raises:
-        RuntimeError: a host sent less than it must, or faster than the wire allows.
-    """
+    """Raises a RuntimeError if a host sent less than it must, or faster than the wire allows."""
     for r in results:
         for host, sent in enumerate(r.sent):
             for milliseconds, nbytes in zip(r.milliseconds, sent, strict=True):

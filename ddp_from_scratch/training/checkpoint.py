@@ -206,10 +206,9 @@ def check_fit(state: State, model: nn.Module) -> None:
         for tensors in (state["model"], model.state_dict())
     )
     for name in saved | own:
-        if saved.get(name) != own.get(name):
-            raise UsageError(
-                f"{name} of the model must be {own.get(name, 'absent')}, got {saved.get(name, 'none')}"
-            )
+        expected, found = own.get(name, "absent"), saved.get(name, "none")
+        if name not in saved or expected != found:
+            raise UsageError(f"{name} of the model must be {expected}, got {found}")
 
 
 def files(folder: Path) -> list[Path]:
