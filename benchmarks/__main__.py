@@ -190,7 +190,6 @@ def run(command: list[str]) -> int:
 
 
 def report(lines: list[str], results: Path, began: float) -> None:
-    """Prints the summary: machine, ratios, and the outcome of each command."""
     machine = describe()
     commit = f"{machine['commit']}{' with changes' if machine['uncommitted_changes'] else ''}"
     print(f"\n== summary: {machine['processor']}, {machine['cores']} cores, commit {commit}")

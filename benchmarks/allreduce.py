@@ -102,7 +102,6 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Times every dtype and size on this rank. Rank 0 prints, writes and draws."""
     torch.set_num_threads(1)  # a rank has one core, as in training
     backend = "mpi" if environment.launcher() == "mpirun" else "nccl"
     with process_group(backend) as world:
@@ -138,13 +137,11 @@ def gloo() -> dist.ProcessGroup:
 
 @cache
 def alone() -> dist.ProcessGroup:
-    """Makes a group of this rank alone."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return cast(dist.ProcessGroup, groups[dist.get_rank()])
 
 
 def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
-    """Returns every way to all-reduce a tensor, and the copy."""
     from ddp_from_scratch import mpi
     from ddp_from_scratch.backend.mpi_transport import MPI
 
@@ -277,7 +274,6 @@ def report(
     times: dict[int, dict[str, list[float]]],
     folder: Path,
 ) -> None:
-    """Prints the medians, writes all samples, and draws bus bandwidth by size."""
     names = list(next(iter(times.values())))
     rows = []
     for nbytes, of_size in times.items():

@@ -42,7 +42,6 @@ class Results:
     milliseconds: Mapping[str, np.ndarray]  # by contender; all have the same rounds
 
     def ratios(self, name: str, reference: str) -> np.ndarray:
-        """Returns a contender's ratios to the reference, by round."""
         ratios: np.ndarray = self.milliseconds[name] / self.milliseconds[reference]
         return ratios
 
@@ -145,13 +144,11 @@ def compare(old: Results, new: Results, reference: str, at_least: float = 0.03) 
 
 
 def _medians(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Returns the medians of samples drawn from `values` with replacement."""
     drawn: np.ndarray = np.median(random.choice(values, (_DRAWS, len(values))), axis=1)
     return drawn
 
 
 def report(old: Results, new: Results, reference: str, changes: list[Change]) -> None:
-    """Prints the changes, and other differences between the two files."""
     for key in sorted(old.machine.keys() | new.machine.keys()):
         if old.machine.get(key) != new.machine.get(key):
             print(f"{key}: {old.machine.get(key)}, then {new.machine.get(key)}")

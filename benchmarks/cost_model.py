@@ -167,7 +167,6 @@ def measured(samples: Mapping[str, Any]) -> Measured:
 
 
 def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) -> None:
-    """Fits, prints, writes and draws."""
     models = {backend: fit_model(of, ALGORITHMS[backend]) for backend, of in runs.items()}
     print("\nfitted, with up to 4 ranks; for a rank that has a core of its own")
     print(model_table(models))
@@ -182,7 +181,6 @@ def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) 
 
 
 def model_table(models: Mapping[str, Model]) -> str:
-    """Tables the fitted coefficients of each backend."""
     rows = [
         [
             backend,
@@ -200,7 +198,6 @@ def model_table(models: Mapping[str, Model]) -> str:
 
 
 def report_predictions(models: Mapping[str, Model], options: argparse.Namespace) -> None:
-    """Predicts, and prints, writes and draws the predictions."""
     # Hosts use gloo's costs, whose bytes go through sockets on this machine, too.
     base = models.get("gloo") or next(iter(models.values()))
     inside = "mpi" if "mpi" in models else "gloo"
@@ -235,7 +232,6 @@ def report_predictions(models: Mapping[str, Model], options: argparse.Namespace)
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
-    """Tables all-reduces by algorithm, and the efficiency of weak scaling with two of them."""
     names = list(predictions[0].all_reduce)
     rows = []
     for p in predictions:

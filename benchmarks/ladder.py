@@ -71,7 +71,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:
-    """Records every rung on this rank. Rank 0 prints, writes and draws."""
     steps = {}
     for rung, settings in RUNGS.items():
         found = record(WORKLOADS[model], world.device, {rung: settings}, options.steps)

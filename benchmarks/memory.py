@@ -233,7 +233,6 @@ class Watch:
 
 
 def read(device: torch.device) -> Memory:
-    """Returns the current memory of this process."""
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         return allocated, allocated

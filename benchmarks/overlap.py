@@ -126,7 +126,6 @@ def _name(way: str, cap: float) -> str:
 
 
 def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:
-    """Times a model on this rank. Rank 0 prints, writes and draws."""
     # Before the sweep, which must not time steps that still try caps.
     chosen = settle(WORKLOADS[model], world.device)
     gc.collect()
@@ -149,7 +148,6 @@ def report(
     samples: list[Samples],
     chosen: dict[str, Any],
 ) -> None:
-    """Prints, writes and draws one model's results."""
     found = overlaps(samples, options.cap)
     count = len(samples[0].milliseconds)
     print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)

@@ -118,7 +118,6 @@ def file_name(backend: str, ranks: int) -> str:
 
 
 def shapes(ranks: int) -> list[Shape]:
-    """Returns the models to train with this number of ranks, without duplicates."""
     return list(dict.fromkeys([*PARAMETERS, *LAYERS, *BATCHES, shape_at("strong", ranks)]))
 
 
@@ -126,7 +125,6 @@ def shapes(ranks: int) -> list[Shape]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measures everything on this rank. Rank 0 writes it."""
     backend = backend_of_job(options)
     # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
@@ -238,7 +236,6 @@ def _resident(name: str) -> int:
 def contenders_of(
     shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], *kinds: str, keep_start: bool
 ) -> list[Contender]:
-    """Makes these ways to train, each with its own copy of the model."""
 
     def model() -> nn.Module:
         layers: list[nn.Module] = []
@@ -255,7 +252,6 @@ def contenders_of(
 
 
 def report(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Prints and draws one backend's runs."""
     by_ranks = {run["ranks"]: run for run in runs}
     print(f"\n{backend}: median ms of a step, {runs[0]['cores']} cores")
     print(scaling_table(by_ranks), flush=True)
@@ -329,7 +325,6 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
 
 
 def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
-    """Tables each model by each number of ranks."""
     growing = {"parameters": PARAMETERS, "layers": LAYERS, "batch": BATCHES}
     rows = []
     for what, models in growing.items():
@@ -355,7 +350,6 @@ def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
 
 
 def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """Returns the measurements of a model."""
     wanted = (shape.layers, shape.width, shape.batch)
     return next(
         case for case in run["cases"] if (case["layers"], case["width"], case["batch"]) == wanted
@@ -363,7 +357,6 @@ def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def median(run: dict[str, Any], shape: Shape, kind: str) -> float:
-    """Milliseconds."""
     return float(torch.tensor(case_of(run, shape)[kind], dtype=torch.float64).median())
 
 

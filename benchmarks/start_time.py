@@ -32,7 +32,6 @@ _TRAIN = ["-m", "ddp_from_scratch", "--epochs", "1", "--quiet"]
 
 
 def main() -> int:
-    """Measures, prints and writes the table; returns the exit code."""
     parser = make_parser("benchmarks.start_time", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 16], metavar="N")
     parser.add_argument("--rounds", type=int, default=5, help="of all commands (default: 5)")
@@ -54,7 +53,6 @@ def main() -> int:
 
 
 def commands(ranks: Sequence[int]) -> dict[str, list[str]]:
-    """Returns the commands that take turns, by their names in the table."""
     python = sys.executable
     found = {
         REFERENCE: [python, "-c", "import torch"],
@@ -91,7 +89,6 @@ def _time(command: Sequence[str], environ: dict[str, str]) -> float:
 
 
 def table(measured: Sequence[Samples]) -> str:
-    """Tables medians in seconds, and multiples of the reference with their 95 % interval."""
     reference = next(samples for samples in measured if samples.name == REFERENCE)
     rows = []
     for samples in measured:

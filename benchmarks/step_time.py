@@ -20,7 +20,6 @@ PROGRAM = "python -m benchmarks.step_time"
 
 
 def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
-    """Draws a picture of one table, with a panel per way of running."""
     draw_bars(
         job.file_name,
         f"a training step: {workload(job.model).name}; {job.nproc} ranks",
@@ -32,7 +31,6 @@ def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
 
 
 def bars(run: Run) -> list[Bar]:
-    """Returns a bar per contender, with its ratio to torch's DDP."""
     found = []
     for s in run.samples:
         ratio = run.ratio(s, run.torch_ddp)

@@ -65,7 +65,6 @@ class Run:
 
 
 def main() -> int:
-    """Runs the drill, prints and writes its results, and returns the exit code."""
     options = parse(sys.argv[1:])
     train = ["--virtual-ranks", str(options.virtual_ranks), "--epochs", str(options.epochs)]
     ours = [*train, "--nproc", str(options.nproc), "--elastic"]
@@ -252,7 +251,6 @@ Row = tuple[str, float, float | None]
 
 
 def table(run: Run, alone: Run, nproc: int) -> Iterator[Row]:
-    """Yields the rows of this library's run, with median and worst in ms."""
     lost, joined = [], []
     ends = [*run.kills[1:], run.seconds]
     for killed, end in zip(run.kills, ends, strict=True):

@@ -81,7 +81,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Records both Reducers on this rank. Rank 0 prints, writes and draws."""
     (place,) = options.place
     torch.set_num_threads(1)
     with process_group(MPI if place == MPI else GLOO) as world:
@@ -116,7 +115,6 @@ def record(
 
 
 def report(options: argparse.Namespace, name: str, records: dict[str, Record]) -> None:
-    """Prints, writes and draws the median step, and compares the Reducers."""
     first = next(iter(records.values()))
     step = first.typical
     rows, samples = [], {}

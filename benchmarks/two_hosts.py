@@ -137,7 +137,6 @@ def file_name(model: str, backend: str, ranks: int, gbit: float) -> str:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Times every contender on this rank. Rank 0 prints and writes."""
     backend, (gbit,) = backend_of_job(options), options.gbit
     # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
@@ -210,7 +209,6 @@ def results_of(
     ready: float,
     gbit: float,
 ) -> list[Result]:
-    """Joins each contender's samples with the bytes that it sent and the wire's bound."""
     # On a fast wire, computing is the limit. From the same rounds, with an equally busy machine.
     least = next(s.quartiles[1] for s in samples if s.name == NO_COMMUNICATION)
     results = []
@@ -225,7 +223,6 @@ def results_of(
 
 
 def table(results: list[Result], samples: list[Samples]) -> str:
-    """Tables times, ratios to torch's DDP and to the bound, and bytes on the wire."""
     by_name = {s.name: s for s in samples}
     rows = []
     for r, s in zip(results, samples, strict=True):
@@ -256,7 +253,6 @@ def draw(
     by_speed: dict[float, list[dict[str, Any]]],
     folder: Path,
 ) -> None:
-    """Draws the step of each contender, with a panel per speed of the wire."""
     missing = "; torch's PowerSGD needs gloo" if backend == "mpi" else ""
     draw_bars(
         f"two_hosts-{model}-{backend}-{ranks}",

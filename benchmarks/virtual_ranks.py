@@ -57,7 +57,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:
-    """Times a model on this rank. Rank 0 prints and writes."""
     compared = make_contenders(WORKLOADS[model], world)
     rounds = rounds_for(options.seconds, options.rounds, world.device, title)
     warm_up(compared)

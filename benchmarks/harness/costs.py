@@ -39,7 +39,6 @@ class Link:
     gamma: float  # seconds to add a byte to another
 
     def seconds(self, terms: Terms) -> float:
-        """Returns the time of an all-reduce over this link."""
         return terms.messages * self.alpha + terms.sent * self.beta + terms.added * self.gamma
 
 
@@ -195,7 +194,6 @@ class Model:
     errors: dict[str, Errors]  # by group of held-out measurements
 
     def compute_seconds(self, samples: float, parameters: float, layers: float) -> float:
-        """Returns the time of a step without communication."""
         per_sample, per_parameter, per_layer = self.compute
         return parameters * (samples * per_sample + per_parameter) + layers * per_layer
 

@@ -4,8 +4,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,10 @@ class Job:
     """What one group of ranks measures."""
 
     model: str  # see `workload`
-    backends: tuple[str, ...]  # of the table
+    backends: Sequence[str]  # of the table
     nproc: int
     optimizer: str = "sgd"
-    chosen: tuple[str, ...] | None = None  # beside the references; None means the default ones
+    chosen: Sequence[str] | None = None  # beside the references; None means the default ones
     seconds: float = 15.0
     rounds: int | None = None  # steps of each contender; replaces `seconds`
     only: str | None = None  # the only row to measure
@@ -61,19 +61,6 @@ class Job:
     # The backend of the ranks' own group. "" prefers mpi, since ranks of an mpi job can also open
     # groups of other backends.
     own: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> "Job":
-        values: dict[str, Any] = json.loads(text)
-        # JSON has no tuples.
-        for name in ("backends", "chosen"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-        return cls(**values)
-
-    def dumps(self) -> str:
-        defaults = {f.name: f.default for f in fields(self)}
-        return json.dumps({k: v for k, v in asdict(self).items() if v != defaults[k]})
 
     @property
     def rows(self) -> list[ContenderSpec]:
@@ -212,7 +199,9 @@ def interleaved(job: Job) -> Content:
     """Runs all contenders in the same processes, taking turns step by step."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         part = Path(folder) / "part.json"
-        code = start(MODULE, job.backend, job.nproc, "--job", job.dumps(), "--into", part)
+        code = start(
+            MODULE, job.backend, job.nproc, "--job", json.dumps(asdict(job)), "--into", part
+        )
         if code:
             raise RanksFailed(code)
         content: Content = json.loads(part.read_text())

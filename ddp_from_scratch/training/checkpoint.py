@@ -95,15 +95,8 @@ def _lock(folder: Path) -> TextIO | None:
     """Locks a folder until the file is closed or this process ends."""
     # The lock is the `flock`, not the file, which stays. Append mode keeps the holder's text.
     path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
-    try:
-        # A symbolic link could lead to any file of the user's, and would empty it.
-        file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UsageError(
-            f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
-        ) from error
+    # A symbolic link could lead to any file of the user's, and would empty it.
+    file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
     try:
         # On NFS it holds between machines, unless mounted with `nolock` or `local_lock=flock`.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
