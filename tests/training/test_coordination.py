@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.training import coordination, evaluate
-from ddp_from_scratch.training.coordination import differences
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.settings import Settings, option_of
 from ddp_from_scratch.world import _check_gpus, _device, _meet_in_store
@@ -27,14 +26,6 @@ DIFFERENT = {
     "overlap": (False, "--no-overlap is not given on rank 0 and given"),
     "resume": ("x.pt", "--resume is not given on rank 0 and given"),
 }
-
-
-def test_differences_are_told_with_both_values_and_ranks():
-    alike = {"--lr": "0.1", "torch": "2.15"}
-    assert differences([alike, alike | {"--lr": "0.2"}, {"torch": "2.11"}]) == (
-        "--lr is 0.1 on rank 0 and 0.2 on rank 1; torch is 2.15 on rank 0 and 2.11 on rank 2: "
-        "they must be the same on all ranks"
-    )
 
 
 def test_every_setting_is_compared_or_a_ranks_own():
