@@ -4,7 +4,7 @@ import pytest
 
 from ddp_from_scratch.watch.record import moved, rank_times, step_times
 from ddp_from_scratch.watch.recorder import HostMarks
-from tests.watch.records import LAYOUT, marks
+from tests.watch.records import LAYOUT, marks, record
 
 
 def ms(*values):
@@ -37,3 +37,8 @@ def test_clocks_of_several_machines():
     assert (first.begin, second.begin) == ms(0, 1)
     assert second.arrived == (("b", pytest.approx(41)), ("a", pytest.approx(61)))
     assert second.buckets[0].pack == ms(41, 43)
+
+
+def test_a_bucket_moves_after_those_before_it():
+    _, second = record(late=0.0).steps[0].ranks[0].buckets
+    assert (second.met, second.moving, second.sent[1]) == ms(62, 64, 80)
