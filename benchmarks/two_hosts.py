@@ -43,6 +43,7 @@ from tqdm import tqdm
 import ddp_from_scratch as ddp
 from benchmarks.harness import network
 from benchmarks.harness.launch import backend_of_job, make_parser
+from benchmarks.harness.network import Meter, Result, check_crossed, gather_sent, limit_ms
 from benchmarks.harness.report import Bar, draw_bars, write
 from benchmarks.harness.wire_contenders import (
     BF16,
@@ -52,13 +53,6 @@ from benchmarks.harness.wire_contenders import (
     check_alike,
     make_contenders,
     until_first_bucket,
-)
-from benchmarks.harness.wire_meter import (
-    Meter,
-    Result,
-    check_crossed,
-    gather_sent,
-    limit_ms,
 )
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
