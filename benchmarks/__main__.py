@@ -6,8 +6,8 @@ Examples:
     python -m benchmarks --full           every model, backend and number of ranks, a minute each
     python -m benchmarks overlap memory   only these
 
-two_hosts needs root, `ip` and `tc`; it does not run without these, nor with --quick. breakdown,
-allreduce, wait_cost and scaling run with --full only.
+two_hosts needs root, `ip` and `tc`; it does not run without these, nor with --quick. allreduce and
+scaling run with --full only.
 
 benchmarks/README.md explains what each benchmark measures and how to read it. Run nothing else
 meanwhile.
@@ -31,8 +31,8 @@ from typing import NoReturn
 
 import torch
 
-from benchmarks.harness import make_parser, network
-from benchmarks.harness.report import RESULTS
+from benchmarks.harness import network
+from benchmarks.harness.launch import make_parser
 from benchmarks.summary import summarise
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
@@ -42,10 +42,6 @@ from ddp_from_scratch.launch.rank_process import run_to_exit
 
 STOPPED = (130, 143)
 _PATIENCE_S = 15.0  # for a benchmark to end after Ctrl-C
-
-
-def no_obstacle() -> str | None:
-    return None
 
 
 def needs_mpirun() -> str | None:
@@ -63,21 +59,15 @@ def needs_two_hosts() -> str | None:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One command of the set.
+    """One command of the set."""
 
-    Attributes:
-        name: of the module in benchmarks/.
-        arguments: without an option; None leaves it out.
-        quick: with --quick.
-        full: with --full.
-        obstacle: returns the reason why it cannot run here, or None.
-    """
-
-    name: str
+    name: str  # of the module in benchmarks/
+    # Without an option, with --quick, and with --full; None leaves it out.
     arguments: tuple[str, ...] | None = ()
     quick: tuple[str, ...] | None = ("--quick",)
     full: tuple[str, ...] | None = ("--full",)
-    obstacle: Callable[[], str | None] = no_obstacle
+    # Returns the reason why it cannot run here, or None.
+    obstacle: Callable[[], str | None] = lambda: None
 
 
 _ALL_MODELS = ("mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500")
@@ -127,9 +117,7 @@ SET = [
         None,
     ),
     Benchmark("two_hosts", _TWO_HOSTS, quick=None, obstacle=needs_two_hosts),
-    Benchmark("breakdown", None, None, obstacle=needs_mpirun),
     Benchmark("allreduce", None, None, ("--nproc", "2", "4"), needs_mpirun),
-    Benchmark("wait_cost", None, None, (), needs_mpirun),
     Benchmark("scaling", None, None, (), needs_mpirun),
 ]
 
@@ -142,10 +130,10 @@ def main() -> int:
     if not chosen:
         which = "with --quick" if options.quick else "without --full"
         raise UsageError(f"{which} the set has no {' and no '.join(options.name)}")
-    results = [] if options.results is None else ["--results", str(options.results)]
     began, lines, first_failure = time.time(), [], 0
     for number, benchmark in enumerate(chosen, 1):
-        command = ["-m", f"benchmarks.{benchmark.name}", *getattr(benchmark, size), *results]
+        command = ["-m", f"benchmarks.{benchmark.name}", *getattr(benchmark, size)]
+        command += ["--results", str(options.results)]
         label = f"{number} of {len(chosen)}: python {' '.join(command)}"
         print(f"\n== {label}", flush=True)
         reason = benchmark.obstacle()
@@ -160,7 +148,7 @@ def main() -> int:
         first_failure = first_failure or code
         if code in STOPPED:
             break
-    report(lines, options.results or RESULTS, began)
+    report(lines, options.results, began)
     return first_failure
 
 
@@ -170,7 +158,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "name", nargs="*", default=names, help=f"of {', '.join(names)} (default: all)"
     )
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="where JSON and PNG go")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="rough numbers, soon")
     size.add_argument("--full", action="store_true", help="the whole sweep")
@@ -203,7 +190,6 @@ def run(command: list[str]) -> int:
 
 
 def report(lines: list[str], results: Path, began: float) -> None:
-    """Prints the summary: machine, ratios, and the outcome of each command."""
     machine = describe()
     commit = f"{machine['commit']}{' with changes' if machine['uncommitted_changes'] else ''}"
     print(f"\n== summary: {machine['processor']}, {machine['cores']} cores, commit {commit}")

@@ -37,11 +37,10 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness import deepspeed, make_parser
-from benchmarks.harness.launch import add_results_option
-from benchmarks.harness.report import draw_lines
+from benchmarks.harness import deepspeed
+from benchmarks.harness.launch import make_parser
+from benchmarks.harness.report import draw_lines, write
 from ddp_from_scratch import UsageError, process_group, start_ranks
-from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
@@ -79,17 +78,10 @@ def main() -> int:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
     text = f"default: {ALL_REDUCE}"
     parser.add_argument("--collective", nargs="+", choices=FACTORS, default=[ALL_REDUCE], help=text)
-    parser.add_argument(
-        "--bytes",
-        type=int,
-        nargs="+",
-        default=SIZES,
-        metavar="N",
-        help="default: 4^4 to 4^13",
-    )
+    text = "default: 4^4 to 4^13"
+    parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, metavar="N", help=text)
     parser.add_argument("--quick", action="store_true", help="every other size, a third the rounds")
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # for ranks
-    add_results_option(parser)
     options = parser.parse_args()
     if min(options.nproc) < 2 or min(options.bytes) < 8:
         raise UsageError("--nproc must be 2 or more and --bytes 8 or more")
@@ -97,10 +89,7 @@ def main() -> int:
         measure(options)
         return 0
     for count in options.nproc:
-        rank = [sys.executable, "-m", "benchmarks.allreduce", "--nproc", str(count)]
-        rank += ["--dtype", *options.dtype, "--bytes", *map(str, options.bytes)]
-        rank += ["--collective", *options.collective]
-        rank += ["--quick"] * options.quick + ["--results", str(options.results)]
+        rank = [sys.executable, "-m", "benchmarks.allreduce", *sys.argv[1:]]
         if reason := deepspeed.missing(count):
             print(f"without {deepspeed.NAME}: {reason}", flush=True)
         else:
@@ -113,18 +102,15 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Times every dtype and size on this rank. Rank 0 prints, writes and draws."""
     torch.set_num_threads(1)  # a rank has one core, as in training
     backend = "mpi" if environment.launcher() == "mpirun" else "nccl"
     with process_group(backend) as world:
         rival = deepspeed.SharedMemory() if options.deepspeed and backend == "mpi" else None
         for collective, dtype in product(options.collective, options.dtype):
             sizes = sorted(options.bytes)[:: 2 if options.quick else 1]
-            watched = world.rank == 0 and on_terminal()
             title = f"{collective}, {backend}, {dtype}"
-            progress = tqdm(sizes, title, disable=not watched, leave=False)
             times: dict[int, dict[str, list[float]]] = {}
-            for nbytes in progress:
+            for nbytes in tqdm(sizes, title, disable=world.rank != 0 or None, leave=False):
                 numel = nbytes // getattr(torch, dtype).itemsize
                 tensor = torch.zeros(numel, dtype=getattr(torch, dtype), device=world.device)
                 if collective != ALL_REDUCE:
@@ -133,8 +119,8 @@ def measure(options: argparse.Namespace) -> None:
                     compared = contenders_on_cpu(tensor)
                 else:
                     compared = contenders_on_gpu(tensor)
-                if rival is not None and collective == ALL_REDUCE:
-                    compared |= contender_of(rival, tensor)
+                if rival is not None and collective == ALL_REDUCE and rival.has(tensor.dtype):
+                    compared[deepspeed.NAME] = Contender(partial(rival.all_reduce, tensor))
                 # Small calls are noisy and cheap, so they get more rounds, with many calls each.
                 rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
                 calls = max(1, min(50, 2**20 // nbytes))
@@ -151,13 +137,11 @@ def gloo() -> dist.ProcessGroup:
 
 @cache
 def alone() -> dist.ProcessGroup:
-    """Makes a group of this rank alone."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
     return cast(dist.ProcessGroup, groups[dist.get_rank()])
 
 
 def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
-    """Returns every way to all-reduce a tensor, and the copy."""
     from ddp_from_scratch import mpi
     from ddp_from_scratch.backend.mpi_transport import MPI
 
@@ -197,12 +181,6 @@ def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
                 plain, before=keep_pages, after=lambda: set_thresholds(128 * 1024)
             )
     return contenders
-
-
-def contender_of(rival: deepspeed.SharedMemory, tensor: torch.Tensor) -> dict[str, Contender]:
-    """Returns DeepSpeed's all-reduce; empty if it does not sum this dtype."""
-    call = Contender(lambda: rival.all_reduce(tensor))
-    return {deepspeed.NAME: call} if rival.has(tensor.dtype) else {}
 
 
 def other_contenders(collective: str, backend: str, tensor: torch.Tensor) -> dict[str, Contender]:
@@ -296,7 +274,6 @@ def report(
     times: dict[int, dict[str, list[float]]],
     folder: Path,
 ) -> None:
-    """Prints the medians, writes all samples, and draws bus bandwidth by size."""
     names = list(next(iter(times.values())))
     rows = []
     for nbytes, of_size in times.items():
@@ -312,14 +289,14 @@ def report(
     name = f"{collective}-{backend}-{dtype}-{ranks}"
     settings: dict[str, Any] = {"benchmark": "allreduce", "collective": collective}
     settings |= {"backend": backend, "dtype": dtype, "nproc": ranks}
-    write(name, f"{title}; seconds by bytes and contender", times, settings=settings, folder=folder)
+    write(name, f"{title}; seconds by bytes and contender", times, folder, **settings)
     lines: dict[str, list[tuple[float, float]]] = {}
     for nbytes, of_size in times.items():
         for contender, seconds in of_size.items():
             bandwidth = bus_bandwidth(collective, contender, ranks, nbytes, seconds)
             if bandwidth is not None:
                 lines.setdefault(contender, []).append((nbytes, bandwidth))
-    draw_lines(name, title, ("bytes", "bus bandwidth, GB/s"), lines, folder=folder)
+    draw_lines(name, title, ("bytes", "bus bandwidth, GB/s"), lines, folder)
 
 
 def bus_bandwidth(

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import make_parser
+from benchmarks.harness.launch import make_parser
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
@@ -35,57 +35,36 @@ _DRAWS = 10_000
 
 @dataclass(frozen=True)
 class Results:
-    """The content of a file.
-
-    Attributes:
-        settings: of the measurement.
-        machine: on which it ran.
-        milliseconds: by contender; all have the same rounds.
-    """
+    """The content of a file."""
 
     settings: Mapping[str, Any]
     machine: Mapping[str, Any]
-    milliseconds: Mapping[str, np.ndarray]
+    milliseconds: Mapping[str, np.ndarray]  # by contender; all have the same rounds
 
     def ratios(self, name: str, reference: str) -> np.ndarray:
-        """Returns a contender's ratios to the reference, by round."""
         ratios: np.ndarray = self.milliseconds[name] / self.milliseconds[reference]
         return ratios
 
 
 @dataclass(frozen=True)
 class Change:
-    """A contender's ratio to the reference in the old and the new file.
-
-    Attributes:
-        name: the contender's.
-        old: the median ratio there.
-        new: the median ratio there.
-        low: the lower end of the interval of new / old.
-        high: its upper end.
-        verdict: "slower", "faster" or "".
-    """
+    """A contender's median ratio to the reference in the old and the new file."""
 
     name: str
     old: float
     new: float
-    low: float
+    low: float  # the ends of the interval of new / old
     high: float
-    verdict: str
+    verdict: str  # "slower", "faster" or ""
 
 
 def main() -> int:
-    parser = make_parser("benchmarks.compare", __doc__)
+    parser = make_parser("benchmarks.compare", __doc__, results=False)
     parser.add_argument("old", type=Path, metavar="OLD.json")
     parser.add_argument("new", type=Path, metavar="NEW.json")
     parser.add_argument("--reference", metavar="NAME", help="default: no communication")
-    parser.add_argument(
-        "--at-least",
-        type=float,
-        default=0.03,
-        metavar="PART",
-        help="smaller changes do not count (default: 0.03)",
-    )
+    text = "smaller changes do not count (default: 0.03)"
+    parser.add_argument("--at-least", type=float, default=0.03, metavar="PART", help=text)
     options = parser.parse_args()
     if not 0 <= options.at_least < 1:
         raise UsageError(f"--at-least must be 0 or more and less than 1, got {options.at_least:g}")
@@ -165,13 +144,11 @@ def compare(old: Results, new: Results, reference: str, at_least: float = 0.03) 
 
 
 def _medians(values: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Returns the medians of samples drawn from `values` with replacement."""
     drawn: np.ndarray = np.median(random.choice(values, (_DRAWS, len(values))), axis=1)
     return drawn
 
 
 def report(old: Results, new: Results, reference: str, changes: list[Change]) -> None:
-    """Prints the changes, and other differences between the two files."""
     for key in sorted(old.machine.keys() | new.machine.keys()):
         if old.machine.get(key) != new.machine.get(key):
             print(f"{key}: {old.machine.get(key)}, then {new.machine.get(key)}")

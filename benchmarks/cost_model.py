@@ -44,7 +44,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness import make_parser
 from benchmarks.harness.costs import (
     ALGORITHMS,
     Link,
@@ -57,29 +56,23 @@ from benchmarks.harness.costs import (
     ring,
     tree,
 )
-from benchmarks.harness.launch import add_results_option
-from benchmarks.harness.report import draw_lines
+from benchmarks.harness.launch import make_parser
+from benchmarks.harness.report import draw_lines, write
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 RANKS = [2**k for k in range(3, 13)]
+NUMBERS = ("gbit", "latency_us", "per_host", "params", "layers", "batch")  # options
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted step; times are in seconds.
-
-    Attributes:
-        ranks: the number of ranks.
-        compute: the step without communication.
-        all_reduce: by algorithm.
-    """
+    """A predicted step; times are in seconds."""
 
     ranks: int
-    compute: float
-    all_reduce: dict[str, float]
+    compute: float  # the step without communication
+    all_reduce: dict[str, float]  # by algorithm
 
     def efficiency(self, algorithm: str, hidden: bool) -> float:
         """Returns the share of the step that computes.
@@ -132,21 +125,16 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.cost_model", __doc__)
-    parser.add_argument(
-        "--gbit",
-        type=float,
-        help="speed of a host's wire in Gbit/s (default: what gloo reached here between ranks)",
-    )
-    parser.add_argument(
-        "--latency-us", type=float, help="of a message between hosts (default: as gloo's here)"
-    )
+    text = "speed of a host's wire in Gbit/s (default: what gloo reached here between ranks)"
+    parser.add_argument("--gbit", type=float, help=text)
+    text = "of a message between hosts (default: as gloo's here)"
+    parser.add_argument("--latency-us", type=float, help=text)
     parser.add_argument("--per-host", type=int, default=8, help="ranks on a host (default: 8)")
     parser.add_argument("--params", type=float, default=16.8e6, help="(default: 16.8e6, 67 MB)")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--batch", type=int, default=16, help="samples of a rank (default: 16)")
-    add_results_option(parser)
     options = parser.parse_args(arguments)
-    for name in ("gbit", "latency_us", "per_host", "params", "layers", "batch"):
+    for name in NUMBERS:
         value = getattr(options, name)
         if value is not None and value <= 0:
             raise UsageError(f"--{name.replace('_', '-')} must be positive, got {value}")
@@ -179,17 +167,20 @@ def measured(samples: Mapping[str, Any]) -> Measured:
 
 
 def report(runs: Mapping[str, Sequence[Measured]], options: argparse.Namespace) -> None:
-    """Fits, prints, writes and draws."""
     models = {backend: fit_model(of, ALGORITHMS[backend]) for backend, of in runs.items()}
     print("\nfitted, with up to 4 ranks; for a rank that has a core of its own")
     print(model_table(models))
     print("\npredicted, not fitted: median of |predicted / measured - 1|")
-    print(error_table(models), flush=True)
+    rows = [
+        [f"{backend}: {group}", str(errors)]
+        for backend, model in models.items()
+        for group, errors in model.errors.items()
+    ]
+    print(text_table(["", "error"], rows), flush=True)
     report_predictions(models, options)
 
 
 def model_table(models: Mapping[str, Model]) -> str:
-    """Tables the fitted coefficients of each backend."""
     rows = [
         [
             backend,
@@ -206,18 +197,7 @@ def model_table(models: Mapping[str, Model]) -> str:
     return text_table(headers, rows)
 
 
-def error_table(models: Mapping[str, Model]) -> str:
-    """Tables the errors of each backend's model on held-out measurements."""
-    rows = [
-        [f"{backend}: {group}", str(errors)]
-        for backend, model in models.items()
-        for group, errors in model.errors.items()
-    ]
-    return text_table(["", "error"], rows)
-
-
 def report_predictions(models: Mapping[str, Model], options: argparse.Namespace) -> None:
-    """Predicts, and prints, writes and draws the predictions."""
     # Hosts use gloo's costs, whose bytes go through sockets on this machine, too.
     base = models.get("gloo") or next(iter(models.values()))
     inside = "mpi" if "mpi" in models else "gloo"
@@ -246,15 +226,12 @@ def report_predictions(models: Mapping[str, Model], options: argparse.Namespace)
         "models": {backend: asdict(model) for backend, model in models.items()},
         "predictions": [asdict(p) for p in predictions],
     }
-    names = ("gbit", "latency_us", "per_host", "params", "layers", "batch")
-    settings = {"benchmark": "cost_model", **{name: getattr(options, name) for name in names}}
-    write("cost_model", title, content, settings=settings, folder=options.results)
-    axes = ("ranks", "ms, predicted")
-    draw_lines("cost_model", title, axes, lines, folder=options.results)
+    settings = {name: getattr(options, name) for name in NUMBERS}
+    write("cost_model", title, content, options.results, benchmark="cost_model", **settings)
+    draw_lines("cost_model", title, ("ranks", "ms, predicted"), lines, options.results)
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
-    """Tables all-reduces by algorithm, and the efficiency of weak scaling with two of them."""
     names = list(predictions[0].all_reduce)
     rows = []
     for p in predictions:

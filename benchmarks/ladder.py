@@ -26,22 +26,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from benchmarks.harness import make_parser
-from benchmarks.harness.launch import add_common_options, backend_of_job
-from ddp_from_scratch import Reducer, UsageError, process_group
-from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
-from ddp_from_scratch.bench.machine import write
+from benchmarks.harness.launch import add_common_options, make_parser, run_on_ranks
+from benchmarks.harness.report import write
+from benchmarks.timelines import record
+from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.verdict import text_table
-from ddp_from_scratch.bench.ways import start
-from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
-from ddp_from_scratch.launch import environment
+from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.watch.record import StepTimes
 from ddp_from_scratch.watch.render import Spans, computed, draw_panels, legend, line, sent
-from ddp_from_scratch.watch.timeline import SKIP, Timeline
+from ddp_from_scratch.world import World
 
 RUNGS: dict[str, dict[str, Any]] = {
     "naive": {"bucket_cap_mb": 0, "overlap": False, "shared_memory": False},
@@ -60,18 +54,13 @@ CAPTIONS = {
 
 
 def main() -> int:
-    options = parse(sys.argv[1:])
-    if environment.launcher() != "none":
-        measure(options)
-        return 0
-    return start("benchmarks.ladder", "gloo", options.nproc, *sys.argv[1:])
+    return run_on_ranks("benchmarks.ladder", parse(sys.argv[1:]), measure, 1)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.ladder", __doc__)
     # Only gloo has rungs without shared memory.
     add_common_options(parser, ["resnet18"], ["gloo"])
-    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
     parser.add_argument("--steps", type=int, default=25, help="steps of a rung (default: 25)")
     options = parser.parse_args(arguments)
     if options.nproc < 2 or options.steps < 1:
@@ -81,39 +70,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def measure(options: argparse.Namespace) -> None:
-    """Records every rung on this rank. Rank 0 prints, writes and draws."""
-    backend_of_job(options)
-    torch.set_num_threads(1)
-    with process_group("gloo") as world:
-        for model in options.model:
-            workload = WORKLOADS[model]
-            torch.manual_seed(world.rank)
-            steps = {
-                rung: typical_step(workload, world.device, settings, options.steps)
-                for rung, settings in RUNGS.items()
-            }
-            if world.rank == 0:
-                title = f"{workload.name}; gloo, {world.world_size} ranks"
-                report(options, model, title, steps)
-
-
-def typical_step(
-    workload: Workload, device: torch.device, settings: Mapping[str, Any], count: int
-) -> StepTimes:
-    """Returns the step of median length of a Reducer with these settings. Collective."""
-    made: list[Reducer] = []
-    spec = ContenderSpec("", reducer(made=made, gradient_as_bucket_view=True, **settings))
-    (contender,) = contenders(workload, device, [spec], keep_start=False)
-    timeline = Timeline(made[0], None, steps=count)
-    for _ in range(SKIP + count + 1):
-        dist.barrier()  # all ranks begin a step together
-        contender.step()
-    timeline.close()
-    made[0].remove()
-    gc.collect()  # hooks make cycles of model and Reducer
-    assert timeline.record is not None, "as many steps as that were taken"
-    return timeline.record.typical
+def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:
+    steps = {}
+    for rung, settings in RUNGS.items():
+        found = record(WORKLOADS[model], world.device, {rung: settings}, options.steps)
+        steps[rung] = found[rung].typical
+        gc.collect()  # hooks make cycles of model and Reducer
+    if world.rank == 0:
+        report(options, model, title, steps)
 
 
 def rows_of(step: StepTimes) -> dict[str, Spans]:
@@ -145,7 +109,7 @@ def report(
     name = f"ladder-{model}-gloo-{options.nproc}"
     settings = {"benchmark": "ladder", "model": model, "nproc": options.nproc}
     samples = {rung: asdict(step) for rung, step in steps.items()}
-    write(name, title, samples, settings=settings, folder=options.results)
+    write(name, title, samples, options.results, **settings)
     path = options.results / f"{name}.png"
     panels = {
         f"{CAPTIONS[rung]}: exposed {step.ranks[0].exposed:.1f} ms": list(rows_of(step).items())

@@ -23,18 +23,16 @@ import json
 import sys
 import tempfile
 import threading
-from dataclasses import dataclass
+import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness import make_parser
-from benchmarks.harness.launch import add_common_options
-from benchmarks.harness.report import Bar, draw_bars
+from benchmarks.harness.launch import MODELS, add_common_options, make_parser
+from benchmarks.harness.report import Bar, draw_bars, write
 from ddp_from_scratch import UsageError, check_sync, process_group
 from ddp_from_scratch.bench.contenders import (
     CONTENDERS,
@@ -43,7 +41,6 @@ from ddp_from_scratch.bench.contenders import (
     REFERENCES,
     contenders,
 )
-from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.timing import check_distance
 from ddp_from_scratch.bench.verdict import kind as kind_of
 from ddp_from_scratch.bench.verdict import text_table
@@ -52,7 +49,6 @@ from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-MODELS = ("mlp", "resnet18")
 QUICK = (NO_COMMUNICATION, REFERENCES[1], "Reducer, views")
 # The first steps rebuild the buckets, so they count only for the peak.
 STEPS, STEADY = 6, 3
@@ -61,18 +57,7 @@ _INTERVAL_S = 0.005
 
 ROLLUP = Path("/proc/self/smaps_rollup")
 
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one process at one time, or a difference of two times.
-
-    Attributes:
-        private: of this process alone.
-        node: including its part of shared memory.
-    """
-
-    private: int
-    node: int
+Memory = tuple[int, int]  # bytes of this process alone, and with its part of shared memory
 
 
 def main() -> int:
@@ -91,8 +76,7 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.memory", __doc__)
-    add_common_options(parser, MODELS)
-    parser.add_argument("--nproc", type=int, default=default_ranks(), help="default: 2")
+    add_common_options(parser, nproc=default_ranks())
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
     every = [s.name for s in CONTENDERS]
     parser.add_argument(
@@ -142,7 +126,7 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     initial = [parameter.detach() for parameter in WORKLOADS[model].model().parameters()]
     trained: tuple[str, list[torch.Tensor]] | None = None
     with tempfile.TemporaryDirectory(prefix="memory-") as folder:
-        for name in tqdm(chosen, title, disable=not on_terminal(), leave=False):
+        for name in tqdm(chosen, title, disable=None, leave=False):
             into = Path(folder) / "part"
             code = start(
                 "benchmarks.memory",
@@ -164,12 +148,12 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     settings = {"benchmark": "memory", "model": model, "backend": backend, "nproc": options.nproc}
     settings["optimizer"] = optimizer
     file = f"memory-{model}-{backend}-{options.nproc}" + f"-{optimizer}" * (optimizer != "sgd")
-    write(file, title, samples, settings=settings, folder=options.results)
+    write(file, title, samples, options.results, **settings)
     panels = {
         "peak of a rank": [_bar(sample, "private") for sample in samples],
         "peak of the node": [_bar(sample, "node") for sample in samples],
     }
-    draw_bars(file, title, "MB", panels, folder=options.results)
+    draw_bars(file, title, "MB", panels, options.results)
     return 0
 
 
@@ -191,23 +175,22 @@ def measure(options: argparse.Namespace) -> None:
         torch.manual_seed(world.rank)
         # Includes Python, torch, MPI and the group, which are the same for all contenders.
         before = read(world.device)
-        with Watch(world.device) as watch:
-            spec = [s for s in CONTENDERS if s.name == name]
-            # Without the start, a copy of the parameters that training does not need.
-            workload, optimizer = WORKLOADS[model], options.optimizer
-            (contender,) = contenders(
-                workload, world.device, spec, optimizer=optimizer, keep_start=False
-            )
-            phases = [watch.peak()]
-            for _ in range(STEPS):
-                contender.step()
-                dist.barrier()  # so that all ranks are in the same phase
-                phases.append(watch.peak())
+        watch = Watch(world.device)
+        spec = [s for s in CONTENDERS if s.name == name]
+        # Without the start, a copy of the parameters that training does not need.
+        workload, optimizers = WORKLOADS[model], OPTIMIZERS[options.optimizer]
+        (contender,) = contenders(
+            workload, world.device, spec, optimizers=optimizers, keep_start=False
+        )
+        phases = [watch.peak()]
+        for _ in range(STEPS):
+            contender.step()
+            dist.barrier()  # so that all ranks are in the same phase
+            phases.append(watch.peak())
         if name != NO_COMMUNICATION:
             check_sync(contender.model)
-        own = [[m.private, m.node] for m in (before, *phases)]
         everyone: list[Any] = [None] * world.world_size
-        dist.all_gather_object(everyone, own)
+        dist.all_gather_object(everyone, [before, *phases])
         if world.rank == 0:
             by_rank = torch.tensor(everyone)
             kinds = {"private": by_rank[:, :, 0].tolist(), "node": by_rank[:, :, 1].tolist()}
@@ -216,82 +199,54 @@ def measure(options: argparse.Namespace) -> None:
 
 
 class Watch:
-    """Watches this process's memory from a separate thread.
-
-    Args:
-        device: for a GPU, torch counts the memory instead.
-    """
+    """Watches this process's memory from a separate thread; on a GPU, torch counts it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._highest = Memory(0, 0)
+        self._highest = 0, 0
         self._lock = threading.Lock()  # guards the highest, which both threads replace
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-
-    def __enter__(self) -> "Watch":
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         else:
-            self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
+            threading.Thread(target=self._look, daemon=True).start()
 
     def peak(self) -> Memory:
         """Returns the maximum since the last call or the beginning, including now."""
         if self._device.type == "cuda":
             highest = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            return Memory(highest, highest)
+            return highest, highest
         self._note()
         with self._lock:
-            highest_of_both, self._highest = self._highest, Memory(0, 0)
+            highest_of_both, self._highest = self._highest, (0, 0)
         return highest_of_both
 
     def _note(self) -> None:
-        now = read(self._device)
+        private, node = read(self._device)
         with self._lock:
-            self._highest = Memory(
-                max(now.private, self._highest.private), max(now.node, self._highest.node)
-            )
+            self._highest = max(private, self._highest[0]), max(node, self._highest[1])
 
     def _look(self) -> None:
-        while not self._stopped.wait(_INTERVAL_S):
+        while True:
+            time.sleep(_INTERVAL_S)
             self._note()
 
 
 def read(device: torch.device) -> Memory:
-    """Returns the current memory of this process."""
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
-        return Memory(allocated, allocated)
-    return parse_rollup(ROLLUP.read_text())
-
-
-def parse_rollup(text: str) -> Memory:
-    """Parses the kernel's lines "Pss_Anon:    123 kB"."""
-    lines = (line.split() for line in text.splitlines()[1:])
+        return allocated, allocated
+    lines = (line.split() for line in ROLLUP.read_text().splitlines()[1:])  # "Pss_Anon:    123 kB"
     sizes = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines}
     # Pss divides shared memory by the number of its users, so a sum over ranks counts it once.
-    return Memory(sizes["Private_Dirty"], sizes["Pss_Anon"] + sizes["Pss_Shmem"])
+    return sizes["Private_Dirty"], sizes["Pss_Anon"] + sizes["Pss_Shmem"]
 
 
 def growth(sample: dict[str, Any], kind: str, steady: bool = False) -> int:
     """Returns the increase of memory in bytes, of the largest rank or of the node.
 
-    Args:
-        sample: of a contender; for each rank its memory before, and its peak in each phase.
-        kind: "private" for the largest rank's own memory, "node" for the sum over ranks.
-        steady: only counts the last steps.
+    A sample has, for each rank, its memory before and its peak in each phase. `kind` is "private"
+    for the largest rank's own memory, "node" for the sum. `steady` counts only the last steps.
     """
     by_rank = sample[kind]
     phases = [[rank[i] - rank[0] for rank in by_rank] for i in range(1, len(by_rank[0]))]

@@ -27,16 +27,14 @@ import gc
 import sys
 from dataclasses import asdict, dataclass
 from operator import truediv
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.harness import make_parser
-from benchmarks.harness.launch import Duration, add_common_options, backend_of_job
-from benchmarks.harness.report import Bar, draw_bars
-from ddp_from_scratch import Reducer, UsageError, process_group
+from benchmarks.harness.launch import add_common_options, make_parser, parse_sweep, run_on_ranks
+from benchmarks.harness.report import Bar, draw_bars, write
+from ddp_from_scratch import Reducer, UsageError
 from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,
     TORCH_BEST,
@@ -46,18 +44,13 @@ from ddp_from_scratch.bench.contenders import (
     reducer,
     torch_ddp,
 )
-from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.samples import Interval, Samples, median_interval
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.verdict import text_table
-from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
-from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world import World
 
-MODELS = ("mlp", "resnet18")
-DURATION = Duration(usual=12.0, full=60.0)
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
 PLAINLY = {DURING: "during backward", AT_END: "at backward's end"}
@@ -68,53 +61,32 @@ VIEWS = {"gradient_as_bucket_view": True}
 
 @dataclass(frozen=True)
 class Overlap:
-    """Results of one cap.
+    """Results of one cap."""
 
-    Attributes:
-        cap: of every bucket, in MiB.
-        milliseconds: the median step with overlap.
-        exposed: its ms beyond a step without communication.
-        hidden: the share of communication that is not exposed, with its interval.
-        torch_milliseconds, torch_exposed, torch_hidden: the same three for torch's DDP.
-    """
-
-    cap: float
-    milliseconds: float
-    exposed: float
-    hidden: Interval
-    torch_milliseconds: float
+    cap: float  # of every bucket, in MiB
+    milliseconds: float  # the median step with overlap
+    exposed: float  # its ms beyond a step without communication
+    hidden: Interval  # the share of communication that is not exposed
+    torch_milliseconds: float  # the same three for torch's DDP
     torch_exposed: float
     torch_hidden: Interval
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    if environment.launcher() != "none":
-        measure(options)
-        return 0
-    for backend in options.backend:
-        for model in options.model:
-            check_memory(WORKLOADS[model], 2 + 4 * len(options.cap), options.nproc)
-        if code := start("benchmarks.overlap", backend, options.nproc, *sys.argv[1:]):
-            return code
-    return 0
+    return run_on_ranks("benchmarks.overlap", options, measure, 2 + 4 * len(options.cap))
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.overlap", __doc__)
-    add_common_options(parser, MODELS)
-    parser.add_argument("--nproc", type=int, default=2, help="ranks (default: 2)")
+    add_common_options(parser)
     parser.add_argument("--cap", type=float, nargs="+", metavar="MB", help="default: 1 4 12 25 64")
-    DURATION.add_options(parser, quick="mlp, caps 4 and 25", full="nine caps")
-    options = parser.parse_args(arguments)
-    if options.quick and options.model == list(MODELS):
-        options.model = ["mlp"]
+    options = parse_sweep(parser, arguments, quick="mlp, caps 4 and 25", full="nine caps")
     if options.cap is None:
         options.cap = [4.0, 25.0] if options.quick else list(CAPS)
         if options.full:
             options.cap = [0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0]
     options.cap = sorted(set(options.cap))
-    DURATION.settle(options)
     if options.nproc < 2:
         raise UsageError(f"--nproc must be 2 or more, got {options.nproc}")
     if min(options.cap) <= 0:
@@ -153,29 +125,19 @@ def _name(way: str, cap: float) -> str:
     return f"{way}, {cap:g} MB"
 
 
-def measure(options: argparse.Namespace) -> None:
-    """Times every model on this rank. Rank 0 prints, writes and draws."""
-    backend = backend_of_job(options)
-    # More threads would take the other ranks' cores.
-    torch.set_num_threads(1)
-    with process_group(backend) as world:
-        for model in options.model:
-            workload = WORKLOADS[model]
-            torch.manual_seed(world.rank)
-            # Before the sweep, which must not time steps that still try caps.
-            chosen = settle(workload, world.device)
-            gc.collect()
-            auto = ContenderSpec(AUTO, reducer(**chosen, **VIEWS))
-            compared = contenders(workload, world.device, [*specs(options.cap, backend), auto])
-            title = f"{workload.name}; {backend}, {world.world_size} ranks"
-            warm_up(compared)
-            check_equal(compared)
-            rounds = rounds_for(options.seconds, options.rounds, world.device, title)
-            samples = interleave(compared, rounds, world.device)
-            if world.rank == 0:
-                report(options, world, model, title, samples, chosen)
-            compared.clear()
-            gc.collect()  # hooks make cycles of model and Reducer
+def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:
+    # Before the sweep, which must not time steps that still try caps.
+    chosen = settle(WORKLOADS[model], world.device)
+    gc.collect()
+    auto = ContenderSpec(AUTO, reducer(**chosen, **VIEWS))
+    every = [*specs(options.cap, world.backend), auto]
+    compared = contenders(WORKLOADS[model], world.device, every)
+    warm_up(compared)
+    check_equal(compared)
+    rounds = rounds_for(options.seconds, options.rounds, world.device, title)
+    samples = interleave(compared, rounds, world.device)
+    if world.rank == 0:
+        report(options, world, model, title, samples, chosen)
 
 
 def report(
@@ -186,26 +148,23 @@ def report(
     samples: list[Samples],
     chosen: dict[str, Any],
 ) -> None:
-    """Prints, writes and draws one model's results."""
     found = overlaps(samples, options.cap)
     count = len(samples[0].milliseconds)
     print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
     print(describe_auto(samples, chosen), flush=True)
-    settings = {
-        "benchmark": "overlap",
-        "model": model,
-        "backend": world.backend,
-        "nproc": world.world_size,
-        "caps": options.cap,
-        "auto": chosen,
-    }
     file = f"overlap-{model}-{world.backend}-{world.world_size}"
-    write(file, title, [asdict(s) for s in samples], settings=settings, folder=options.results)
-    draw(file, title, samples, options.cap, options.results)
-
-
-def draw(file: str, title: str, samples: list[Samples], caps: list[float], folder: Path) -> None:
-    """Draws the step by bucket size, with its ratio to torch's DDP with buckets of that size."""
+    write(
+        file,
+        title,
+        [asdict(s) for s in samples],
+        options.results,
+        benchmark="overlap",
+        model=model,
+        backend=world.backend,
+        nproc=world.world_size,
+        caps=options.cap,
+        auto=chosen,
+    )
     draw_bars(
         file,
         f"a training step by bucket size: {title}",
@@ -213,11 +172,11 @@ def draw(file: str, title: str, samples: list[Samples], caps: list[float], folde
         "the number is the ratio to torch DDP with buckets of the same size",
         {
             "right of the mark: communication that does not hide behind backward": bars(
-                samples, caps
+                samples, options.cap
             )
         },
-        limit="the step without communication",
-        folder=folder,
+        options.results,
+        "the step without communication",
     )
 
 

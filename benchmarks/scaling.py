@@ -36,28 +36,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-import ddp_from_scratch as ddp
 from benchmarks import cost_model
-from benchmarks.harness import make_parser
 from benchmarks.harness.costs import Shape, oversubscribed
-from benchmarks.harness.launch import add_results_option, backend_of_job
-from benchmarks.harness.report import Bar, draw_bars
+from benchmarks.harness.launch import backend_of_job, make_parser
+from benchmarks.harness.report import Bar, draw_bars, write
 from ddp_from_scratch import UsageError, mpi, process_group
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, OPTIMIZERS, Contender
-from ddp_from_scratch.bench.machine import on_terminal, write
+from ddp_from_scratch.bench.contenders import (
+    NO_COMMUNICATION,
+    Contender,
+    ContenderSpec,
+    alone,
+    contenders,
+    reducer,
+    torch_ddp,
+)
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.timing import check_equal, interleave, warm_up
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import start
+from ddp_from_scratch.bench.workloads import Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 TORCH, REDUCER = "torch DDP, views", "Reducer"
 KINDS = {"alone": NO_COMMUNICATION, "torch": TORCH, "averaged": REDUCER}
+VIEWS = {"gradient_as_bucket_view": True}
+WAYS = {"alone": alone, "torch": torch_ddp(**VIEWS), "averaged": reducer(**VIEWS)}
 COLOUR_OF = {"alone": "reference", "torch": "torch", "averaged": "ours"}
 
 SIZES = [4**k for k in range(5, 13)]  # bytes of an all-reduce, 1 kB to 16 MB
@@ -97,7 +103,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--nproc", type=int, nargs="+", help="ranks (default: 1 2 4 8)")
     parser.add_argument("--rounds", type=int, help="timed steps of each contender (default: 8)")
     parser.add_argument("--quick", action="store_true", help="gloo, up to 4 ranks, 4 rounds")
-    add_results_option(parser)
     options = parser.parse_args(arguments)
     options.backend = options.backend or (["gloo"] if options.quick else ["gloo", "mpi"])
     options.nproc = sorted(set(options.nproc or ([1, 2, 4] if options.quick else [1, 2, 4, 8])))
@@ -113,7 +118,6 @@ def file_name(backend: str, ranks: int) -> str:
 
 
 def shapes(ranks: int) -> list[Shape]:
-    """Returns the models to train with this number of ranks, without duplicates."""
     return list(dict.fromkeys([*PARAMETERS, *LAYERS, *BATCHES, shape_at("strong", ranks)]))
 
 
@@ -121,7 +125,6 @@ def shapes(ranks: int) -> list[Shape]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Measures everything on this rank. Rank 0 writes it."""
     backend = backend_of_job(options)
     # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
@@ -130,7 +133,7 @@ def measure(options: argparse.Namespace) -> None:
         progress = tqdm(
             total=len(trained) + len(SIZES),
             desc=f"{backend}, {world.world_size} ranks",
-            disable=world.rank != 0 or not on_terminal(),
+            disable=world.rank != 0 or None,
             leave=False,
         )
         all_reduce, add = {}, {}
@@ -158,7 +161,7 @@ def measure(options: argparse.Namespace) -> None:
             title = f"scaling; {backend}, {world.world_size} ranks"
             settings = {"benchmark": "scaling", "backend": backend, "nproc": world.world_size}
             name = file_name(backend, world.world_size)
-            write(name, title, samples, settings=settings, folder=options.results)
+            write(name, title, samples, options.results, **settings)
 
 
 def slowest(call: Callable[[], Any], rounds: int) -> list[float]:
@@ -189,7 +192,7 @@ def measure_steps(shape: Shape, rounds: int, device: torch.device) -> dict[str, 
     torch.manual_seed(dist.get_rank())
     batch = torch.randn(shape.batch, shape.width), torch.randint(shape.width, (shape.batch,))
     memory = {kind: grown(shape, batch, kind) for kind in KINDS}
-    compared = [contender(shape, batch, kind) for kind in KINDS]
+    compared = contenders_of(shape, batch, *KINDS, keep_start=True)
     warm_up(compared)
     check_equal(compared)
     samples = interleave(compared, range(rounds), device)
@@ -217,7 +220,7 @@ def grown(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> 
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of now
     before = _resident("VmRSS")
-    one = contender(shape, batch, kind)
+    (one,) = contenders_of(shape, batch, kind, keep_start=False)
     for _ in range(3):
         one.step()
     most = torch.tensor([_resident("VmHWM") - before])
@@ -230,34 +233,25 @@ def _resident(name: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def contender(shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], kind: str) -> Contender:
-    """Makes one way to train, with its own copy of the model."""
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(shape.layers):
-        layers += [nn.Linear(shape.width, shape.width), nn.ReLU()]
-    model: nn.Module = nn.Sequential(*layers)
-    called = model
-    if kind == "torch":
-        called = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    elif kind == "averaged":
-        ddp.broadcast_parameters(model)
-        ddp.Reducer(model, gradient_as_bucket_view=True)
-    optimizer = OPTIMIZERS["sgd"].fused(model)
+def contenders_of(
+    shape: Shape, batch: tuple[torch.Tensor, torch.Tensor], *kinds: str, keep_start: bool
+) -> list[Contender]:
 
-    def step() -> None:
-        optimizer.zero_grad()
-        cross_entropy(called(batch[0]), batch[1]).backward()
-        optimizer.step()
+    def model() -> nn.Module:
+        layers: list[nn.Module] = []
+        for _ in range(shape.layers):
+            layers += [nn.Linear(shape.width, shape.width), nn.ReLU()]
+        return nn.Sequential(*layers)
 
-    return Contender(KINDS[kind], model, step)
+    device, workload = torch.device("cpu"), Workload("", model, lambda: batch)
+    specs = [ContenderSpec(KINDS[kind], WAYS[kind]) for kind in kinds]
+    return contenders(workload, device, specs, keep_start=keep_start)
 
 
 # Tables ---------------------------------------------------------------------------------------
 
 
 def report(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
-    """Prints and draws one backend's runs."""
     by_ranks = {run["ranks"]: run for run in runs}
     print(f"\n{backend}: median ms of a step, {runs[0]['cores']} cores")
     print(scaling_table(by_ranks), flush=True)
@@ -273,8 +267,8 @@ def report(backend: str, runs: Sequence[dict[str, Any]], folder: Path) -> None:
             f"weak scaling: every rank has a batch of {BASE.batch}": bars(by_ranks, "weak"),
             f"strong scaling: all ranks share a batch of {WHOLE_BATCH}": bars(by_ranks, "strong"),
         },
-        limit="ideal: no time lost but to missing cores",
-        folder=folder,
+        folder,
+        "ideal: no time lost but to missing cores",
     )
 
 
@@ -331,7 +325,6 @@ def scaling_table(by_ranks: dict[int, dict[str, Any]]) -> str:
 
 
 def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
-    """Tables each model by each number of ranks."""
     growing = {"parameters": PARAMETERS, "layers": LAYERS, "batch": BATCHES}
     rows = []
     for what, models in growing.items():
@@ -357,7 +350,6 @@ def growth_table(by_ranks: dict[int, dict[str, Any]]) -> str:
 
 
 def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:
-    """Returns the measurements of a model."""
     wanted = (shape.layers, shape.width, shape.batch)
     return next(
         case for case in run["cases"] if (case["layers"], case["width"], case["batch"]) == wanted
@@ -365,7 +357,6 @@ def case_of(run: dict[str, Any], shape: Shape) -> dict[str, Any]:
 
 
 def median(run: dict[str, Any], shape: Shape, kind: str) -> float:
-    """Milliseconds."""
     return float(torch.tensor(case_of(run, shape)[kind], dtype=torch.float64).median())
 
 

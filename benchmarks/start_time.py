@@ -19,10 +19,9 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.harness import make_parser
-from benchmarks.harness.launch import add_results_option
+from benchmarks.harness.launch import make_parser
+from benchmarks.harness.report import write
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.environment import MOST_HERE, mpirun_command
@@ -33,11 +32,9 @@ _TRAIN = ["-m", "ddp_from_scratch", "--epochs", "1", "--quiet"]
 
 
 def main() -> int:
-    """Measures, prints and writes the table; returns the exit code."""
     parser = make_parser("benchmarks.start_time", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 16], metavar="N")
     parser.add_argument("--rounds", type=int, default=5, help="of all commands (default: 5)")
-    add_results_option(parser)
     options = parser.parse_args()
     if options.rounds < 1 or not all(1 <= ranks <= MOST_HERE for ranks in options.ranks):
         raise UsageError(f"--rounds must be 1 or more, and --ranks 1 to {MOST_HERE}")
@@ -47,14 +44,15 @@ def main() -> int:
         "start_time",
         "From the command to the end of one epoch",
         [{"name": s.name, "milliseconds": s.milliseconds} for s in measured],
-        settings={"benchmark": "start_time", "ranks": options.ranks, "rounds": options.rounds},
-        folder=options.results,
+        options.results,
+        benchmark="start_time",
+        ranks=options.ranks,
+        rounds=options.rounds,
     )
     return 0
 
 
 def commands(ranks: Sequence[int]) -> dict[str, list[str]]:
-    """Returns the commands that take turns, by their names in the table."""
     python = sys.executable
     found = {
         REFERENCE: [python, "-c", "import torch"],
@@ -76,7 +74,7 @@ def measure(commands: dict[str, list[str]], rounds: int) -> list[Samples]:
     order = np.random.default_rng(0)
     times: dict[str, list[float]] = {name: [] for name in commands}
     _time(commands[REFERENCE], environ)  # reads torch's files into the page cache
-    for _ in tqdm(range(rounds), unit="round", disable=not on_terminal(), leave=False):
+    for _ in tqdm(range(rounds), unit="round", disable=None, leave=False):
         for name in order.permutation(list(commands)):
             times[name].append(_time(commands[name], environ))
     return [Samples(name, milliseconds) for name, milliseconds in times.items()]
@@ -91,19 +89,12 @@ def _time(command: Sequence[str], environ: dict[str, str]) -> float:
 
 
 def table(measured: Sequence[Samples]) -> str:
-    """Tables medians in seconds, and multiples of the reference with their 95 % interval."""
     reference = next(samples for samples in measured if samples.name == REFERENCE)
     rows = []
     for samples in measured:
         ratio, low, high = samples.ratio_to(reference)
-        rows.append(
-            (
-                samples.name,
-                f"{samples.quartiles[1] / 1e3:.2f}",
-                f"{ratio:.2f}",
-                f"{low:.2f} to {high:.2f}",
-            )
-        )
+        seconds = f"{samples.quartiles[1] / 1e3:.2f}"
+        rows.append((samples.name, seconds, f"{ratio:.2f}", f"{low:.2f} to {high:.2f}"))
     return text_table(("command", "seconds", "x import torch", "95 %"), rows)
 
 

@@ -20,19 +20,17 @@ PROGRAM = "python -m benchmarks.step_time"
 
 
 def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
-    """Draws a picture of one table, with a panel per way of running."""
     draw_bars(
         job.file_name,
         f"a training step: {workload(job.model).name}; {job.nproc} ranks",
         f"ms per step, fused {OPTIMIZERS[job.optimizer].name}; a bar ends at the median, its line "
         f"spans the quartiles,\nthe number is the ratio to the fastest torch DDP on gloo (nccl)",
         {f"{described(way, run)}{_warning(run)}": bars(run) for way, run in runs.items()},
-        folder=folder,
+        folder,
     )
 
 
 def bars(run: Run) -> list[Bar]:
-    """Returns a bar per contender, with its ratio to torch's DDP."""
     found = []
     for s in run.samples:
         ratio = run.ratio(s, run.torch_ddp)

@@ -40,11 +40,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import make_parser
-from benchmarks.harness.launch import add_results_option
-from benchmarks.harness.report import draw_progress
+from benchmarks.harness.launch import make_parser
+from benchmarks.harness.report import draw_progress, write
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.launch.environment import MOST_HERE
 from ddp_from_scratch.launch.rank_process import run_to_exit
@@ -56,25 +54,17 @@ _PARTS = ("noticed", "group", "step", "together")
 
 @dataclass
 class Run:
-    """A run, as seen from outside: seconds from its start.
-
-    Attributes:
-        kills: when a rank was killed.
-        regroupings: when a new group had finished a step; its ranks; the ms of group and step.
-        epochs: when each epoch ended.
-        seconds: until its end.
-        state: the last checkpoint.
-    """
+    """A run, as seen from outside: seconds from its start."""
 
     kills: list[float] = field(default_factory=list)
+    # When a new group had finished a step; its ranks; the ms of group and step.
     regroupings: list[tuple[float, int, float, float]] = field(default_factory=list)
-    epochs: list[tuple[float, int]] = field(default_factory=list)
-    seconds: float = 0.0
-    state: dict[str, Any] = field(default_factory=dict)
+    epochs: list[tuple[float, int]] = field(default_factory=list)  # when each ended
+    seconds: float = 0.0  # until its end
+    state: dict[str, Any] = field(default_factory=dict)  # the last checkpoint
 
 
 def main() -> int:
-    """Runs the drill, prints and writes its results, and returns the exit code."""
     options = parse(sys.argv[1:])
     train = ["--virtual-ranks", str(options.virtual_ranks), "--epochs", str(options.epochs)]
     ours = [*train, "--nproc", str(options.nproc), "--elastic"]
@@ -116,8 +106,9 @@ def main() -> int:
         f"survive-{options.kills}",
         "Runs of which ranks were killed",
         [{"name": name, "median": middle, "worst": worst} for name, middle, worst in rows],
-        settings={"benchmark": "survive", **settings},
-        folder=options.results,
+        options.results,
+        benchmark="survive",
+        **settings,
     )
     return 1 if different else 0
 
@@ -138,7 +129,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--no-torchrun", dest="torchrun", action="store_false", help="leave the rival out"
     )
-    add_results_option(parser)
     options = parser.parse_args(arguments)
     if not 1 <= options.nproc <= MOST_HERE or min(options.kills, options.epochs) < 1:
         raise UsageError("--nproc, --kills and --epochs must be 1 or more")
@@ -261,7 +251,6 @@ Row = tuple[str, float, float | None]
 
 
 def table(run: Run, alone: Run, nproc: int) -> Iterator[Row]:
-    """Yields the rows of this library's run, with median and worst in ms."""
     lost, joined = [], []
     ends = [*run.kills[1:], run.seconds]
     for killed, end in zip(run.kills, ends, strict=True):

@@ -14,16 +14,18 @@ Text, picture and the times of all steps go to benchmarks/results, or to the fol
 
 import argparse
 import sys
+from collections.abc import Mapping
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness import make_parser, network
-from benchmarks.harness.launch import add_results_option
+from benchmarks.harness import network
+from benchmarks.harness.launch import make_parser
+from benchmarks.harness.report import write
 from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
-from ddp_from_scratch.bench.machine import write
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.ways import start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
@@ -70,7 +72,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     # `start` passes these to the ranks of every benchmark.
     parser.add_argument("--backend", help=argparse.SUPPRESS)
     parser.add_argument("--nproc", help=argparse.SUPPRESS)
-    add_results_option(parser)
     options = parser.parse_args(arguments)
     if options.steps < 1 or options.cap < 0:
         raise UsageError(
@@ -80,25 +81,24 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Records both Reducers on this rank. Rank 0 prints, writes and draws."""
     (place,) = options.place
     torch.set_num_threads(1)
     with process_group(MPI if place == MPI else GLOO) as world:
         torch.manual_seed(world.rank)
-        caps = {"default buckets": None, f"buckets of {options.cap:g} MiB": options.cap}
-        workload = WORKLOADS[options.model]
-        records = record(workload, world.device, caps, options.steps)
+        small = {"bucket_cap_mb": options.cap}
+        settings = {"default buckets": {}, f"buckets of {options.cap:g} MiB": small}
+        records = record(WORKLOADS[options.model], world.device, settings, options.steps)
         if world.rank == 0:
             report(options, f"timeline-{options.model}-{place}", records)
 
 
 def record(
-    workload: Workload, device: torch.device, caps: dict[str, float | None], count: int
+    workload: Workload, device: torch.device, settings: Mapping[str, dict[str, Any]], count: int
 ) -> dict[str, Record]:
-    """Records a Reducer with each cap; they take turns. Collective."""
+    """Records a Reducer with each of these settings; they take turns. Collective."""
     made: list[Reducer] = []
-    settings = {"made": made, "gradient_as_bucket_view": True}
-    specs = [ContenderSpec(n, reducer(bucket_cap_mb=cap, **settings)) for n, cap in caps.items()]
+    views = {"made": made, "gradient_as_bucket_view": True}
+    specs = [ContenderSpec(name, reducer(**own, **views)) for name, own in settings.items()]
     compared = contenders(workload, device, specs, keep_start=False)
     timelines = [Timeline(averaging, None, steps=count) for averaging in made]
     for _ in range(SKIP + count + 1):
@@ -106,15 +106,15 @@ def record(
             dist.barrier()  # all ranks begin a step together
             contender.step()
     found = {}
-    for name, timeline in zip(caps, timelines, strict=True):
+    for name, timeline, averaging in zip(settings, timelines, made, strict=True):
         timeline.close()
+        averaging.remove()
         assert timeline.record is not None, "as many steps as that were taken"
         found[name] = timeline.record
     return found
 
 
 def report(options: argparse.Namespace, name: str, records: dict[str, Record]) -> None:
-    """Prints, writes and draws the median step, and compares the Reducers."""
     first = next(iter(records.values()))
     step = first.typical
     rows, samples = [], {}
@@ -127,7 +127,7 @@ def report(options: argparse.Namespace, name: str, records: dict[str, Record]) -
     text = f"{as_text(first, step)}\n\n{table}\n"
     print(f"\n{text}", flush=True)
     settings = {"benchmark": "timelines", "model": options.model, "place": options.place[0]}
-    write(name, first.title, samples, settings=settings, folder=options.results)
+    write(name, first.title, samples, options.results, **settings)
     path = options.results / f"{name}.png"
     path.with_suffix(".txt").write_text(text, encoding="utf-8")
     drawn = draw(first, step, path)

@@ -41,29 +41,21 @@ import torch
 from tqdm import tqdm
 
 import ddp_from_scratch as ddp
-from benchmarks.harness import make_parser, network
-from benchmarks.harness.launch import add_results_option, backend_of_job
-from benchmarks.harness.report import Bar, draw_bars
+from benchmarks.harness import network
+from benchmarks.harness.launch import backend_of_job, make_parser
+from benchmarks.harness.network import Meter, Result, check_crossed, gather_sent, limit_ms
+from benchmarks.harness.report import Bar, draw_bars, write
 from benchmarks.harness.wire_contenders import (
     BF16,
     POWER_SGD,
     TORCH,
     TORCH_POWER_SGD,
     check_alike,
-    contenders,
+    make_contenders,
     until_first_bucket,
-)
-from benchmarks.harness.wire_meter import (
-    Meter,
-    Result,
-    check_crossed,
-    gather_sent,
-    limit_ms,
-    with_computing,
 )
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.machine import on_terminal, write
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.bench.timing import WARM_UP, interleave, warm_up
 from ddp_from_scratch.bench.verdict import kind, text_table
@@ -71,7 +63,7 @@ from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-_ROUNDS = {0.1: 5, 1.0: 15, 10.0: 30}  # by the wire's speed, about a minute each
+_ROUNDS = {0.1: 5, 1.0: 15, 100.0: 30}  # by the wire's speed, about a minute each
 
 
 def main() -> int:
@@ -86,7 +78,8 @@ def main() -> int:
             # The last of several equal options counts.
             rank = [sys.executable, "-m", "benchmarks.two_hosts", *sys.argv[1:]]
             rank += ["--backend", backend, "--gbit", str(gbit)]
-            rank += ["--rounds", str(options.rounds or rounds_at(gbit))]
+            rounds = options.rounds or next(n for speed, n in _ROUNDS.items() if gbit <= speed)
+            rank += ["--rounds", str(rounds)]
             with network.two_hosts(gbit) as hosts:
                 code = network.run_ranks(hosts, ranks // 2, backend, rank)
             if code:
@@ -101,33 +94,21 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.two_hosts", __doc__)
-    parser.add_argument(
-        "--gbit", type=float, nargs="+", help="the wire's speed in Gbit/s, each way (default: 1)"
-    )
-    parser.add_argument(
-        "--backend", nargs="+", choices=("gloo", "mpi"), help="(default: gloo and mpi)"
-    )
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", help="on both hosts together (default: 2 and 4)"
-    )
+    text = "the wire's speed in Gbit/s, each way (default: 1)"
+    parser.add_argument("--gbit", type=float, nargs="+", help=text)
+    text = "(default: gloo and mpi)"
+    parser.add_argument("--backend", nargs="+", choices=("gloo", "mpi"), help=text)
+    text = "on both hosts together (default: 2 and 4)"
+    parser.add_argument("--ranks", type=int, nargs="+", help=text)
     parser.add_argument("--model", choices=("resnet18", "mlp"), default="resnet18")
-    parser.add_argument(
-        "--rounds", type=int, help="timed steps of each contender (default: 15 at 1 Gbit/s)"
-    )
-    parser.add_argument(
-        "--cap",
-        type=float,
-        nargs="+",
-        default=[1.0],
-        metavar="MB",
-        help="buckets of so many MiB, beside the defaults of 1 and 25 (default: 1)",
-    )
-    parser.add_argument("--quick", action="store_true", help="gloo, 2 ranks, 5 rounds, 1 Gbit/s")
-    parser.add_argument("--full", action="store_true", help="0.1, 1 and 10 Gbit/s")
-    add_results_option(parser)
+    text = "timed steps of each contender (default: 15 at 1 Gbit/s)"
+    parser.add_argument("--rounds", type=int, help=text)
+    text = "buckets of so many MiB, beside the defaults of 1 and 25 (default: 1)"
+    parser.add_argument("--cap", type=float, nargs="+", default=[1.0], metavar="MB", help=text)
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help="gloo, 2 ranks, 5 rounds, 1 Gbit/s")
+    sweep.add_argument("--full", action="store_true", help="0.1, 1 and 10 Gbit/s")
     options = parser.parse_args(arguments)
-    if options.quick and options.full:
-        raise UsageError("--quick and --full exclude each other")
     options.gbit = options.gbit or ([0.1, 1.0, 10.0] if options.full else [1.0])
     options.backend = options.backend or (["gloo"] if options.quick else ["gloo", "mpi"])
     options.ranks = options.ranks or ([2] if options.quick else [2, 4])
@@ -142,11 +123,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def rounds_at(gbit: float) -> int:
-    """Returns the number of rounds that take about a minute at this speed."""
-    return next((rounds for speed, rounds in _ROUNDS.items() if gbit <= speed), 30)
-
-
 def file_name(model: str, backend: str, ranks: int, gbit: float) -> str:
     return f"two_hosts-{model}-{backend}-{ranks}-{gbit:g}gbit"
 
@@ -155,37 +131,34 @@ def file_name(model: str, backend: str, ranks: int, gbit: float) -> str:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Times every contender on this rank. Rank 0 prints and writes."""
     backend, (gbit,) = backend_of_job(options), options.gbit
     # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
     with process_group(backend) as world:
         workload = WORKLOADS[options.model]
+        ready = until_first_bucket(workload)  # no byte can cross before
         torch.manual_seed(world.rank)
-        batch = workload.batch()
-        ready = until_first_bucket(workload.model, batch)  # no byte can cross before
         # Counts bytes at the interface, since a backend may send more than it must.
         meter = Meter()
         powers = ddp.power_sgd.PowerSGDState(rank=4, start=WARM_UP - 1)
-        compared = contenders(workload.model, batch, backend, powers, options.cap)
+        compared = make_contenders(workload, world.device, backend, powers, options.cap)
         metered = [Contender(c.name, c.model, meter.before(c)) for c in compared]
         rounds = tqdm(
             range(options.rounds),
             desc=f"{gbit:g} Gbit/s, {backend}, {world.world_size} ranks",
-            disable=world.rank != 0 or not on_terminal(),
+            disable=world.rank != 0 or None,
             leave=False,
         )
         warm_up(metered)
         samples = interleave(metered, rounds, world.device)
         meter.read()  # counts the last step, since a step is counted before the next one
-        check_alike(compared, workload.model)
+        check_alike(compared)
         sent = gather_sent(meter, world.local_rank == 0)
         if world.rank == 0:
             nbytes = sum(p.numel() * p.element_size() for p in compared[0].model.parameters())
             results = results_of(samples, sent, bytes_to_cross(nbytes, powers), ready, gbit)
             # A result that bypassed the wire is not printed.
             check_crossed(results, gbit)
-            results = with_computing(results)
             title = (
                 f"{workload.name}; {backend}, {world.world_size} ranks on 2 hosts, {gbit:g} Gbit/s"
             )
@@ -196,16 +169,17 @@ def measure(options: argparse.Namespace) -> None:
                 f"{nbytes / 1e6:.1f} MB of gradients"
             )
             print(table(results, samples), flush=True)
-            settings = {
-                "benchmark": "two_hosts",
-                "model": options.model,
-                "backend": backend,
-                "nproc": world.world_size,
-                "gbit": gbit,
-            }
-            name = file_name(options.model, backend, world.world_size, gbit)
-            kept = [asdict(r) for r in results]
-            write(name, title, kept, settings=settings, folder=options.results)
+            write(
+                file_name(options.model, backend, world.world_size, gbit),
+                title,
+                [asdict(r) for r in results],
+                options.results,
+                benchmark="two_hosts",
+                model=options.model,
+                backend=backend,
+                nproc=world.world_size,
+                gbit=gbit,
+            )
 
 
 def bytes_to_cross(nbytes: int, powers: ddp.power_sgd.PowerSGDState) -> Callable[[str], int | None]:
@@ -229,11 +203,12 @@ def results_of(
     ready: float,
     gbit: float,
 ) -> list[Result]:
-    """Joins each contender's samples with the bytes that it sent and the wire's bound."""
+    # On a fast wire, computing is the limit. From the same rounds, with an equally busy machine.
+    least = next(s.quartiles[1] for s in samples if s.name == NO_COMMUNICATION)
     results = []
     for s in samples:
         nbytes = must_cross(s.name)
-        bound = None if nbytes is None else ready + limit_ms(nbytes, gbit)
+        bound = None if nbytes is None else max(least, ready + limit_ms(nbytes, gbit))
         results.append(Result(s.name, s.milliseconds, nbytes, sent[s.name], bound))
     return results
 
@@ -242,7 +217,6 @@ def results_of(
 
 
 def table(results: list[Result], samples: list[Samples]) -> str:
-    """Tables times, ratios to torch's DDP and to the bound, and bytes on the wire."""
     by_name = {s.name: s for s in samples}
     rows = []
     for r, s in zip(results, samples, strict=True):
@@ -273,7 +247,6 @@ def draw(
     by_speed: dict[float, list[dict[str, Any]]],
     folder: Path,
 ) -> None:
-    """Draws the step of each contender, with a panel per speed of the wire."""
     missing = "; torch's PowerSGD needs gloo" if backend == "mpi" else ""
     draw_bars(
         f"two_hosts-{model}-{backend}-{ranks}",
@@ -285,8 +258,8 @@ def draw(
             f"{gbit:g} Gbit/s": bars([Result(**sample) for sample in samples])
             for gbit, samples in sorted(by_speed.items())
         },
-        limit="least: computing and the wire",
-        folder=folder,
+        folder,
+        "least: computing and the wire",
     )
 
 
@@ -294,7 +267,7 @@ def bars(results: list[Result]) -> list[Bar]:
     """Returns a bar per contender, torch's first, with its ratio to torch's DDP."""
     samples = {r.name: Samples(r.name, r.milliseconds) for r in results}
     found = []
-    for r in with_computing(results):
+    for r in results:
         s = samples[r.name]
         label = f"{s.ratio_to(samples[TORCH])[0]:.2f}"
         found.append(

@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
@@ -15,17 +15,11 @@ from ddp_from_scratch.core.layout import assign, bucket_caps
 
 @dataclass(frozen=True)
 class Terms:
-    """Parts of an all-reduce on the rank that does most.
+    """Parts of an all-reduce on the rank that does most."""
 
-    Attributes:
-        messages: the number of sequential messages.
-        sent: the number of bytes sent sequentially.
-        added: the number of bytes added to others.
-    """
-
-    messages: float
-    sent: float
-    added: float
+    messages: float  # one after another
+    sent: float  # bytes, one after another
+    added: float  # bytes, to others
 
     def __mul__(self, factor: float) -> "Terms":
         return Terms(self.messages * factor, self.sent * factor, self.added * factor)
@@ -38,20 +32,13 @@ class Terms:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks or two hosts.
+    """A connection between two ranks or two hosts."""
 
-    Attributes:
-        alpha: seconds per message, however small.
-        beta: seconds per byte.
-        gamma: seconds to add a byte to another.
-    """
-
-    alpha: float
-    beta: float
-    gamma: float
+    alpha: float  # seconds per message, however small
+    beta: float  # seconds per byte
+    gamma: float  # seconds to add a byte to another
 
     def seconds(self, terms: Terms) -> float:
-        """Returns the time of an all-reduce over this link."""
         return terms.messages * self.alpha + terms.sent * self.beta + terms.added * self.gamma
 
 
@@ -149,31 +136,17 @@ def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> np.ndarray
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative errors of predictions, |predicted / measured - 1|.
+    """Relative errors of predictions, |predicted / measured - 1|; 0.1 is ten percent."""
 
-    Attributes:
-        count: the number of measurements.
-        median, worst: as fractions; 0.1 is ten percent.
-    """
-
-    count: int
+    count: int  # of measurements
     median: float
     worst: float
 
-    @staticmethod
-    def of(predicted: Sequence[float], measured: Sequence[float]) -> "Errors":
-        if not measured:
-            return Errors(0, math.nan, math.nan)
-        off = np.abs(np.array(predicted) / np.array(measured) - 1)
-        return Errors(len(off), float(np.median(off)), float(off.max()))
-
     def __str__(self) -> str:
-        if not self.count:
-            return "nothing"
         return f"{100 * self.median:.0f} % (worst {100 * self.worst:.0f} %, {self.count} measured)"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Shape:
     """A model of equal layers, Linear(width, width), and each rank's batch size."""
 
@@ -198,22 +171,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Measured:
-    """Measurements of one run of scaling.py; times are in seconds.
-
-    Attributes:
-        ranks, cores: their numbers in the run.
-        all_reduce: times of all-reduces, by bytes.
-        add: times of additions, by bytes.
-        alone: times of steps without communication.
-        averaged: times of steps with a Reducer.
-    """
+    """Measurements of one run of scaling.py; times are in seconds."""
 
     ranks: int
     cores: int
-    all_reduce: dict[int, float]
-    add: dict[int, float]
-    alone: dict[Shape, float] = field(default_factory=dict)
-    averaged: dict[Shape, float] = field(default_factory=dict)
+    all_reduce: dict[int, float]  # by bytes
+    add: dict[int, float]  # of additions, by bytes
+    alone: dict[Shape, float]  # of steps without communication
+    averaged: dict[Shape, float]  # of steps with a Reducer
 
 
 Algorithm = Callable[[int, float], Terms]
@@ -222,20 +187,13 @@ ALGORITHMS: Mapping[str, Algorithm] = {"gloo": ring, "mpi": shared_memory}
 
 @dataclass(frozen=True)
 class Model:
-    """The model fitted to one backend's runs.
+    """The model fitted to one backend's runs."""
 
-    Attributes:
-        link: the backend's all-reduce.
-        compute: seconds per sample x parameter, per parameter, and per layer.
-        errors: by group of held-out measurements.
-    """
-
-    link: Link
-    compute: tuple[float, float, float]
-    errors: dict[str, Errors]
+    link: Link  # of its all-reduce
+    compute: tuple[float, float, float]  # seconds per sample x parameter, per parameter, per layer
+    errors: dict[str, Errors]  # by group of held-out measurements
 
     def compute_seconds(self, samples: float, parameters: float, layers: float) -> float:
-        """Returns the time of a step without communication."""
         per_sample, per_parameter, per_layer = self.compute
         return parameters * (samples * per_sample + per_parameter) + layers * per_layer
 
@@ -266,7 +224,7 @@ def fit_model(runs: Sequence[Measured], algorithm: Algorithm, most: int = 4) -> 
         for nbytes, seconds in run.add.items():
             if not beyond:
                 fitted_terms.append(("", _row(Terms(0, 0, nbytes) * slower), seconds))
-        for position, (shape, seconds) in enumerate(sorted(run.alone.items(), key=_by_shape)):
+        for position, (shape, seconds) in enumerate(sorted(run.alone.items())):
             row = [slower * part for part in _step_row(shape)]
             kind = f"{run.ranks} ranks" if beyond else "held-out models"
             entry = (f"step alone, {kind}", row, seconds)
@@ -287,10 +245,11 @@ def fit_model(runs: Sequence[Measured], algorithm: Algorithm, most: int = 4) -> 
             predicted = float(np.dot(_step_row(shape), compute)) + link.seconds(terms)
             group = f"averaged step, {run.ranks} ranks"
             pairs.setdefault(group, []).append((slower * predicted, seconds))
-    errors = {
-        group: Errors.of([p for p, _ in found], [m for _, m in found])
-        for group, found in pairs.items()
-    }
+    errors = {}
+    for group, found in pairs.items():
+        predictions, measured = np.array(found).T
+        off = np.abs(predictions / measured - 1)
+        errors[group] = Errors(len(off), float(np.median(off)), float(off.max()))
     return Model(link, (float(compute[0]), float(compute[1]), float(compute[2])), errors)
 
 
@@ -300,7 +259,3 @@ def _row(terms: Terms) -> list[float]:
 
 def _step_row(shape: Shape) -> list[float]:
     return [shape.batch * shape.parameters, shape.parameters, shape.layers]
-
-
-def _by_shape(item: tuple[Shape, float]) -> tuple[int, int, int]:
-    return item[0].layers, item[0].width, item[0].batch

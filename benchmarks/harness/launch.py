@@ -1,110 +1,91 @@
-"""Options that benchmarks share."""
+"""The skeleton of a benchmark: its options, and its ranks on each backend."""
 
 import argparse
+import gc
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness.report import RESULTS
-from ddp_from_scratch import UsageError
+from ddp_from_scratch import UsageError, process_group
+from ddp_from_scratch.bench.ways import check_memory, start
 from ddp_from_scratch.bench.workloads import WORKLOADS
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.world import World
 
+MODELS = ("mlp", "resnet18")
 ON_CPU = ("gloo", "mpi")
+
+
+def make_parser(name: str, text: str | None, *, results: bool = True) -> argparse.ArgumentParser:
+    """Makes the parser of `python -m NAME`, whose help begins with `text`, with --results."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if results:
+        parser.add_argument(
+            "--results",
+            type=Path,
+            default=RESULTS,
+            metavar="FOLDER",
+            help="where JSON and PNG go (default: benchmarks/results)",
+        )
+    return parser
 
 
 def add_common_options(
     parser: argparse.ArgumentParser,
-    models: Sequence[str],
+    models: Sequence[str] = MODELS,
     backends: Sequence[str] = (*ON_CPU, "nccl"),
+    nproc: int = 2,
 ) -> None:
-    """Adds --backend, --model and --results.
+    """Adds --backend, --model and --nproc.
 
-    Args:
-        parser: gets the options.
-        models: the default of --model.
-        backends: the choices of --backend. Its default is nccl if that is a choice and there is a
-            GPU, otherwise the choices on a CPU.
+    The default of --backend is nccl if that is a choice and there is a GPU, otherwise the choices
+    on a CPU.
     """
     on_gpu = "nccl" in backends and torch.cuda.is_available()
     default = ["nccl"] if on_gpu else [name for name in ON_CPU if name in backends]
+    text = f"default: {' '.join(default)}"
+    parser.add_argument("--backend", nargs="+", choices=backends, default=default, help=text)
+    text = f"of {', '.join(WORKLOADS)} (default: {' '.join(models)})"
     parser.add_argument(
-        "--backend",
-        nargs="+",
-        choices=backends,
-        default=default,
-        help=f"default: {' '.join(default)}",
+        "--model", nargs="+", choices=WORKLOADS, default=list(models), metavar="M", help=text
     )
-    parser.add_argument(
-        "--model",
-        nargs="+",
-        choices=WORKLOADS,
-        default=list(models),
-        metavar="M",
-        help=f"of {', '.join(WORKLOADS)} (default: {' '.join(models)})",
-    )
-    add_results_option(parser)
+    parser.add_argument("--nproc", type=int, default=nproc, help="ranks (default: 2)")
 
 
-def add_results_option(parser: argparse.ArgumentParser) -> None:
-    """Adds --results, which every benchmark of the set has."""
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=RESULTS,
-        metavar="FOLDER",
-        help="where JSON and PNG go (default: benchmarks/results)",
-    )
+def parse_sweep(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], *, quick: str, full: str
+) -> argparse.Namespace:
+    """Adds --rounds, --seconds, --quick and --full to the common options, and parses.
 
+    `quick` and `full` say what else these two select.
 
-@dataclass(frozen=True)
-class Duration:
-    """Seconds for which a benchmark times steps of a model on a backend, after warm-up.
-
-    Attributes:
-        usual: without an option.
-        full: with --full.
-        quick: with --quick.
+    Raises:
+        UsageError: --seconds or --rounds is out of range.
     """
-
-    usual: float
-    full: float
-    quick: float = 3.0
-
-    def add_options(self, parser: argparse.ArgumentParser, quick: str, full: str) -> None:
-        """Adds --rounds, --seconds, --quick and --full.
-
-        Args:
-            parser: gets the options.
-            quick: what --quick selects, besides its seconds.
-            full: what --full selects, besides its seconds.
-        """
-        parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
-        parser.add_argument(
-            "--seconds",
-            type=float,
-            help=f"for a model on a backend, after warm-up (default: {self.usual:g})",
-        )
-        sweep = parser.add_mutually_exclusive_group()
-        for name, what, seconds in (("quick", quick, self.quick), ("full", full, self.full)):
-            described = f"{what}, {seconds:g} seconds each"
-            sweep.add_argument(f"--{name}", action="store_true", help=described)
-
-    def settle(self, options: argparse.Namespace) -> None:
-        """Fills in --seconds.
-
-        Raises:
-            UsageError: --seconds or --rounds is out of range.
-        """
-        if options.seconds is None:
-            way = self.quick if options.quick else self.full if options.full else self.usual
-            options.seconds = way
-        if not 0 < options.seconds < math.inf:
-            raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
-        if options.rounds is not None and options.rounds < 2:
-            raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    parser.add_argument("--rounds", type=int, help="timed steps of each, in place of --seconds")
+    text = "for a model on a backend, after warm-up (default: 12)"
+    parser.add_argument("--seconds", type=float, help=text)
+    sweep = parser.add_mutually_exclusive_group()
+    sweep.add_argument("--quick", action="store_true", help=f"{quick}, 3 seconds each")
+    sweep.add_argument("--full", action="store_true", help=f"{full}, 60 seconds each")
+    options = parser.parse_args(arguments)
+    if options.quick and options.model == list(MODELS):
+        options.model = ["mlp"]
+    if options.seconds is None:
+        options.seconds = 3.0 if options.quick else 60.0 if options.full else 12.0
+    if not 0 < options.seconds < math.inf:
+        raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
+    if options.rounds is not None and options.rounds < 2:
+        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    return options
 
 
 def backend_of_job(options: argparse.Namespace) -> str:
@@ -117,3 +98,33 @@ def backend_of_job(options: argparse.Namespace) -> str:
         raise UsageError(f"under a launcher --backend takes one, got {' '.join(options.backend)}")
     backend: str = options.backend[0]
     return backend
+
+
+def run_on_ranks(
+    name: str,
+    options: argparse.Namespace,
+    measure: Callable[[argparse.Namespace, World, str, str], None],
+    copies: int,
+) -> int:
+    """Starts `python -m NAME` on the ranks of each backend, or measures on this rank.
+
+    `measure` gets the options, the world, the name of a model, and a title; `copies` of the model
+    are in memory at once. Returns the exit code of the first rank that failed, or 0.
+    """
+    if environment.launcher() == "none":
+        for backend in options.backend:
+            for model in options.model:
+                check_memory(WORKLOADS[model], copies, options.nproc)
+            if code := start(name, backend, options.nproc, *sys.argv[1:]):
+                return code
+        return 0
+    backend = backend_of_job(options)
+    # More threads would take the other ranks' cores.
+    torch.set_num_threads(1)
+    with process_group(backend) as world:
+        for model in options.model:
+            torch.manual_seed(world.rank)
+            title = f"{WORKLOADS[model].name}; {backend}, {world.world_size} ranks"
+            measure(options, world, model, title)
+            gc.collect()  # hooks make cycles of model and Reducer
+    return 0

@@ -19,12 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
 
 from ddp_from_scratch import UsageError
+from ddp_from_scratch.bench.contenders import Contender
+from ddp_from_scratch.bench.timing import WARM_UP
 from ddp_from_scratch.launch.environment import mpirun_command, rank_environments
 
 INTERFACE = "wire"
@@ -66,11 +72,7 @@ def crossed_bytes() -> tuple[int, int]:
 
 
 def missing(*tools: str) -> str | None:
-    """Returns the reason why this machine cannot have such hosts, or None.
-
-    Args:
-        tools: commands that are needed besides `ip`.
-    """
+    """Returns why this machine cannot have such hosts with `ip` and these tools, or None."""
     if not sys.platform.startswith("linux"):
         return "network namespaces need Linux"
     if os.getuid() != 0:
@@ -88,11 +90,7 @@ def missing(*tools: str) -> str | None:
 
 
 def check_available(backends: Sequence[str]) -> None:
-    """Checks that this machine can have two hosts, and that Open MPI can span them.
-
-    Raises:
-        UsageError: something is missing, which the text names.
-    """
+    """Raises a UsageError unless this machine can have two hosts, which Open MPI can span."""
     why = missing("tc", *(["unshare"] if "mpi" in backends else []))
     if why is not None:
         raise UsageError(f"two hosts on one machine: {why}")
@@ -104,11 +102,7 @@ def check_available(backends: Sequence[str]) -> None:
 def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
     """Makes the hosts, and removes them with every process on them.
 
-    Args:
-        gbit: the wire's speed in Gbit/s in each direction; None means no limit.
-
-    Raises:
-        RuntimeError: `ip` or `tc` failed.
+    `gbit` is the wire's speed in Gbit/s in each direction; None means no limit.
     """
     _remove_forgotten()
     both = tuple(Host(f"ddp-{os.getpid()}-{i}", f"10.213.77.{i + 1}") for i in range(2))
@@ -135,28 +129,17 @@ def two_hosts(gbit: float | None = None) -> Iterator[tuple[Host, Host]]:
             _remove(host.name)
 
 
-def run_ranks(
-    hosts: Sequence[Host], per_host: int, backend: str, command: Sequence[str], port: int = 29500
-) -> int:
+def run_ranks(hosts: Sequence[Host], per_host: int, backend: str, command: Sequence[str]) -> int:
     """Runs `command` on `per_host` ranks of each host; the first failure ends all of them.
 
-    Call it under `stoppable`, so that Ctrl-C and SIGTERM end them, too.
-
-    Args:
-        hosts: in rank order.
-        per_host: ranks on each host.
-        backend: "gloo", with a rendezvous at a port of the first host, or "mpi", with Open MPI's
-            mpirun on the first host and its daemon on the others.
-        command: program and arguments.
-        port: of the rendezvous.
-
-    Returns:
-        The exit code: 0, or that of the first process that failed; 128 + N after signal N.
+    Call it under `stoppable`, so that Ctrl-C and SIGTERM end them, too. On gloo the ranks meet at a
+    port of the first host; on mpi, Open MPI's mpirun runs there, and its daemon on the others.
+    Returns 0, or the exit code of the first process that failed; 128 + N after signal N.
     """
     if backend != "mpi":
         counts = [per_host] * len(hosts)
         # The wire's address makes the ranks meet, and then communicate, over the wire.
-        meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port), **_QUIET}
+        meeting = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500", **_QUIET}
         return _run_together(
             (host.command(*command), meeting | rank)
             for node, host in enumerate(hosts)
@@ -269,3 +252,94 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr.strip()}")
     return done.stdout
+
+
+# The bytes on the wire ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """One contender across one wire."""
+
+    name: str
+    milliseconds: list[float]  # of the slowest rank, by round
+    must_cross: int | None  # bytes that each host must send in a step; None if unknown
+    sent: list[list[int]]  # bytes by host and round, by the counter of the host's interface
+    # The least ms of a step: until the first bucket is ready and on the wire, or without
+    # communication if that is more. None if `must_cross` is None.
+    bound: float | None
+
+    @property
+    def most_sent(self) -> float:
+        """The median bytes per step of the host that sends more."""
+        return max(float(np.median(of_host)) for of_host in self.sent)
+
+    @property
+    def over_bound(self) -> float | None:
+        """The median step as a multiple of the bound; None if no bytes are known to cross."""
+        if not self.bound or not self.must_cross:
+            return None
+        return float(np.median(self.milliseconds)) / self.bound
+
+
+def limit_ms(nbytes: float, gbit: float) -> float:
+    """Returns the milliseconds that the wire needs for `nbytes`, without headers."""
+    return nbytes * 8 / (gbit * 1e9) * 1e3
+
+
+class Meter:
+    """Counts the bytes that this host sends over the wire in each step.
+
+    It reads the counter after the barrier before each step, when all bytes of the last step have
+    arrived. The count includes the barrier, some hundred bytes.
+    """
+
+    def __init__(self) -> None:
+        self.sent: dict[str, list[int]] = {}
+        self._last, self._name = crossed_bytes()[0], ""
+
+    def before(self, contender: Contender) -> Callable[[], None]:
+        """Returns the contender's step with a reading before it."""
+
+        def step() -> None:
+            self.read()
+            self._name = contender.name
+            contender.step()
+
+        return step
+
+    def read(self) -> None:
+        """Attributes the bytes since the last reading to the last step."""
+        now = crossed_bytes()[0]
+        self.sent.setdefault(self._name, []).append(now - self._last)
+        self._last = now
+
+
+def gather_sent(meter: Meter, counts: bool) -> dict[str, list[list[int]]]:
+    """Returns, by contender, the bytes that each host sent in each timed step. Collective.
+
+    `counts` is True on one rank per host, whose meter counts.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, meter.sent if counts else None)
+    hosts = [sent for sent in everyone if sent is not None]  # in the order of ranks, so of hosts
+    return {name: [of_host[name][WARM_UP:] for of_host in hosts] for name in hosts[0] if name}
+
+
+def check_crossed(results: list[Result], gbit: float) -> None:
+    """Raises a RuntimeError if a host sent less than it must, or faster than the wire allows."""
+    for r in results:
+        for host, sent in enumerate(r.sent):
+            for milliseconds, nbytes in zip(r.milliseconds, sent, strict=True):
+                # Shared memory or loopback between the hosts would give a faster, wrong result.
+                if nbytes < (r.must_cross or 0):
+                    raise RuntimeError(
+                        f"{r.name} sent {nbytes:,} bytes from host {host} in a step, and "
+                        f"{r.must_cross:,} must cross: it went round the wire"
+                    )
+                # The token bucket sends a burst at once.
+                if limit_ms(nbytes, gbit) > 1.02 * milliseconds + 10:
+                    raise RuntimeError(
+                        f"{r.name} sent {nbytes:,} bytes from host {host} in {milliseconds:.0f} "
+                        f"ms: more than {gbit:g} Gbit/s"
+                    )

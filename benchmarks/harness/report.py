@@ -1,4 +1,4 @@
-"""Pictures of a benchmark."""
+"""Files of a benchmark: samples and pictures."""
 
 import os
 from collections import Counter
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from ddp_from_scratch.bench.machine import content_of, save
 
 try:
     import matplotlib
@@ -30,22 +32,9 @@ def draw_lines(
     title: str,
     axes: tuple[str, str],
     lines: Mapping[str, Sequence[tuple[float, float]]],
-    *,
-    logarithmic: bool = True,
-    ticks: Sequence[float] = (),
-    folder: Path | None = None,
+    folder: Path,
 ) -> None:
-    """Draws a picture with one line per entry of `lines`.
-
-    Args:
-        name: of the file.
-        title: above it.
-        axes: labels of x and y.
-        lines: points by label.
-        logarithmic: both axes; otherwise only x.
-        ticks: values written at the x axis.
-        folder: where to; None means `RESULTS`.
-    """
+    """Draws the file `name` with a line of points per label, on logarithmic axes."""
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
         return
@@ -53,35 +42,26 @@ def draw_lines(
     for number, (label, points) in enumerate(lines.items()):
         style = "-" if number < 10 else "--"  # there are ten colours
         plot.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=label)
-    plot.set(xscale="log", xlabel=axes[0], ylabel=axes[1], title=title)
-    if logarithmic:
-        plot.set(yscale="log")
-    if ticks:
-        plot.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        plot.set_xticks([], minor=True)
+    plot.set(xscale="log", yscale="log", xlabel=axes[0], ylabel=axes[1], title=title)
     plot.legend()
     _save(name, figure, folder)
 
 
+def write(name: str, title: str, samples: Any, folder: Path, **settings: Any) -> None:
+    """Writes samples, settings and a description of the machine to a JSON file."""
+    save(name, content_of(title, samples, **settings), folder)
+
+
 @dataclass(frozen=True)
 class Bar:
-    """One bar of a picture.
-
-    Attributes:
-        name: beside it.
-        quartiles: low, middle, high. The bar ends at the middle.
-        kind: "reference", "torch" or "ours", which chooses its colour.
-        label: written at its end.
-        limit: the least possible value, marked across the bar.
-        apart: True if a group begins here, which leaves space before the bar.
-    """
+    """One bar of a picture."""
 
     name: str
-    quartiles: tuple[float, float, float]
-    kind: str
-    label: str = ""
-    limit: float | None = None
-    apart: bool = False
+    quartiles: tuple[float, float, float]  # the bar ends at the middle one
+    kind: str  # "reference", "torch" or "ours", which chooses its colour
+    label: str = ""  # written at its end
+    limit: float | None = None  # the least possible value, marked across the bar
+    apart: bool = False  # True if a group begins here, which leaves space before the bar
 
 
 def draw_bars(
@@ -89,19 +69,12 @@ def draw_bars(
     title: str,
     label: str,
     panels: Mapping[str, Sequence[Bar]],
-    *,
+    folder: Path,
     limit: str = "",
-    folder: Path | None = None,
 ) -> None:
-    """Draws a picture with a panel per entry of `panels`, and a bar per contender.
+    """Draws the file `name` with a panel of bars per entry of `panels`.
 
-    Args:
-        name: of the file.
-        title: above all panels.
-        label: of the bars' axis.
-        panels: bars by the title of their panel.
-        limit: explains the bars' limits in the legend.
-        folder: where to; None means `RESULTS`.
+    `label` is that of the bars' axis; `limit` explains the bars' limits in the legend.
     """
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
@@ -150,46 +123,11 @@ def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
     plot.grid(axis="y", visible=False)
 
 
-def draw_parts(
-    name: str,
-    title: str,
-    label: str,
-    bars: Mapping[str, Mapping[str, float]],
-    *,
-    folder: Path | None = None,
-) -> None:
-    """Draws a picture with a bar per contender, made of its parts.
-
-    Args:
-        name: of the file.
-        title: above it.
-        label: of the parts' axis.
-        bars: by contender, then by part; parts are in the same order.
-        folder: where to; None means `RESULTS`.
-    """
-    if pyplot is None:
-        print(_NO_PICTURE, flush=True)
-        return
-    figure, plot = pyplot.subplots(figsize=(8, 1.5 + 0.4 * len(bars)))
-    ends = [0.0] * len(bars)
-    for part in next(iter(bars.values())):
-        widths = [parts[part] for parts in bars.values()]
-        plot.barh(range(len(bars)), widths, left=ends, label=part)
-        ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    plot.set_yticks(range(len(bars)), list(bars), fontsize=8)
-    plot.invert_yaxis()
-    plot.set(xlabel=label, title=title)
-    plot.grid(axis="y", visible=False)
-    figure.legend(loc="outside lower center", ncols=6, fontsize=8)
-    _save(name, figure, folder)
-
-
-def _save(name: str, figure: Any, folder: Path | None) -> None:
-    folder = folder or RESULTS
+def _save(name: str, figure: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     # Without matplotlib's version, so the same numbers give the same file.
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+    figure.savefig(path, metadata={"Software": None})
     pyplot.close(figure)
     print(f"drawn to {os.path.relpath(path)}", flush=True)
 
@@ -202,12 +140,8 @@ def draw_progress(
 ) -> None:
     """Draws the progress and the speed of runs over time, and when they lost ranks.
 
-    Args:
-        name: of the file.
-        title: above the picture.
-        lines: by label, the seconds and numbers of epochs, and the seconds of losses. The first is
-            this library's.
-        folder: the destination.
+    `lines` has, by label, the seconds and numbers of epochs, and the seconds of losses. The first
+    is this library's.
     """
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
@@ -227,6 +161,4 @@ def draw_progress(
     far.set(ylabel="epochs", title=title)
     fast.set(xlabel="seconds", ylabel="epochs per second")
     far.legend()
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{name}.png")
-    pyplot.close(figure)
+    _save(name, figure, folder)

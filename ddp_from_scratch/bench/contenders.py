@@ -252,7 +252,7 @@ def contenders(
     device: torch.device,
     specs: Sequence[ContenderSpec],
     groups: Mapping[str, dist.ProcessGroup] | None = None,
-    optimizer: str = "sgd",
+    optimizers: Optimizers = OPTIMIZERS["sgd"],
     keep_start: bool = True,
 ) -> list[Contender]:
     """Makes all contenders, with equal parameters and the same batch on this rank.
@@ -270,7 +270,7 @@ def contenders(
         if keep_start and not start:
             start.extend(parameter.detach().clone() for parameter in model.parameters())
         group = (groups or {}).get(spec.group or "")
-        training = spec.prepare(model, group, OPTIMIZERS[optimizer])
+        training = spec.prepare(model, group, optimizers)
 
         def step() -> None:
             training.zero_grad()

@@ -85,24 +85,16 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def write(
-    name: str, title: str, samples: Any, *, settings: Mapping[str, Any], folder: Path
-) -> None:
-    """Writes all samples and a description of the machine to a JSON file.
+def content_of(title: str, samples: Any, **settings: Any) -> dict[str, Any]:
+    """Returns the content of a file: all samples, and a description of the machine.
 
     `benchmarks.compare` compares files with equal settings. It expects samples as a list of dicts
     with `name` and `milliseconds`, from the same rounds.
     """
-    save(name, content_of(title, samples, settings), folder)
-
-
-def content_of(title: str, samples: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the content of a file; see `write`."""
-    # Has all samples, since `benchmarks.compare` takes ratios round by round.
     return {
         "title": title,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "settings": dict(settings),
+        "settings": settings,
         "machine": describe(),
         "samples": samples,
     }
@@ -136,8 +128,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(entry) for entry in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def on_terminal() -> bool:
-    """True if standard error is a terminal; under mpirun, only once the group is open."""
-    return sys.stderr.isatty()

@@ -81,7 +81,7 @@ def main(
     """
     options = parse(arguments, program, results)
     if options.job is not None:
-        content = measure(Job.parse(options.job))
+        content = measure(Job(**json.loads(options.job)))
         if content is not None:
             options.into.write_text(compact_json(content))
         return 0
@@ -157,8 +157,7 @@ def jobs(options: argparse.Namespace) -> list[Job]:
 
 
 def _job(options: argparse.Namespace, model: str, nproc: int) -> Job:
-    backends, chosen = tuple(dict.fromkeys(options.backend)), options.contender
-    chosen = None if chosen is None else tuple(chosen)
+    backends, chosen = list(dict.fromkeys(options.backend)), options.contender
     return Job(model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds)
 
 

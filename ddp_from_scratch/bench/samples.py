@@ -41,10 +41,6 @@ class Samples:
         low, high = np.percentile(drawn, [2.5, 97.5])
         return self.quartiles[1] / other.quartiles[1], float(low), float(high)
 
-    def minus(self, other: "Samples") -> Interval:
-        """The median difference over rounds in ms, with its 95 % bootstrap interval."""
-        return median_interval(np.array(self.milliseconds) - np.array(other.milliseconds))
-
 
 def median_interval(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> Interval:
     """Returns the median, and the 2.5th and 97.5th percentiles of 2000 bootstrap medians."""

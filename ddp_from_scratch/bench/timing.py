@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.machine import on_terminal
 from ddp_from_scratch.bench.samples import Samples
 from ddp_from_scratch.errors import needs_extra
 from ddp_from_scratch.sync.check_sync import check_sync
@@ -84,7 +83,7 @@ def rounds_for(
         total=count or round(seconds or 0.0),
         desc=title,
         unit="round" if count else "s",
-        disable=dist.get_rank() != 0 or not on_terminal(),
+        disable=dist.get_rank() != 0 or None,  # None: not on a terminal, either
         leave=False,
     )
     return _rounds(seconds, count, device, bar)
@@ -110,36 +109,24 @@ def _rounds(
 
 def check_ranks(contenders: Sequence[Contender]) -> None:
     """Raises a RuntimeError unless each contender's parameters are bit-identical over ranks."""
-    for contender in _synchronised(contenders):
-        check_sync(contender.model)
+    for contender in contenders:
+        if contender.name != NO_COMMUNICATION:
+            check_sync(contender.model)
 
 
 def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
     """Raises a RuntimeError if contenders computed different results, so times do not compare.
 
     Parameters must be bit-identical over ranks, and equal over contenders up to the rounding of
-    sums in another order. If the start is known, two contenders' parameters may differ by
-    `tolerance` times the distance that training moved them. Call it after few steps: some kernels
-    of a GPU round differently in each run, and training amplifies that.
+    sums in another order: they may differ by `tolerance` times the distance that training moved
+    them from their start. Call it after few steps: some kernels of a GPU round differently in each
+    run, and training amplifies that.
     """
     check_ranks(contenders)
-    synchronised = _synchronised(contenders)
-    for contender in synchronised:
-        first = synchronised[0]
-        if contender.start:
-            names = (contender.name, first.name)
-            models = (contender.model.parameters(), first.model.parameters())
-            check_distance(names, *models, contender.start, tolerance)
-            continue
-        expected = dict(first.model.named_parameters())
-        for name, parameter in contender.model.named_parameters():
-            # The distance from the start is unknown, so compare elements.
-            if not torch.allclose(parameter, expected[name], rtol=1e-3, atol=1e-5):
-                raise _differ((contender.name, first.name), name)
-
-
-def _synchronised(contenders: Sequence[Contender]) -> list[Contender]:
-    return [c for c in contenders if c.name != NO_COMMUNICATION]
+    first, *others = (c for c in contenders if c.name != NO_COMMUNICATION)
+    for other in others:
+        models = (other.model.parameters(), first.model.parameters())
+        check_distance((other.name, first.name), *models, other.start, tolerance)
 
 
 @torch.no_grad()
@@ -157,15 +144,12 @@ def check_distance(
     others = list(others)
     moved, apart = _distance(others, start), _distance(some, others)
     if not (moved > 0 and apart <= tolerance * moved):  # negated to catch NaN
-        raise _differ(names, f"model, {apart:.2g} apart where training moved it by {moved:.2g}")
+        raise RuntimeError(
+            f"{names[0]} and {names[1]} have trained to a different model, {apart:.2g} apart where "
+            f"training moved it by {moved:.2g}: they cannot be compared"
+        )
 
 
 def _distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
     squares = [(a - b).double().square().sum() for a, b in zip(some, others, strict=True)]
     return float(torch.stack(squares).sum().sqrt())
-
-
-def _differ(names: tuple[str, str], what: str) -> RuntimeError:
-    return RuntimeError(
-        f"{names[0]} and {names[1]} have trained to a different {what}: they cannot be compared"
-    )

@@ -4,8 +4,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,10 @@ class Job:
     """What one group of ranks measures."""
 
     model: str  # see `workload`
-    backends: tuple[str, ...]  # of the table
+    backends: Sequence[str]  # of the table
     nproc: int
     optimizer: str = "sgd"
-    chosen: tuple[str, ...] | None = None  # beside the references; None means the default ones
+    chosen: Sequence[str] | None = None  # beside the references; None means the default ones
     seconds: float = 15.0
     rounds: int | None = None  # steps of each contender; replaces `seconds`
     only: str | None = None  # the only row to measure
@@ -61,19 +61,6 @@ class Job:
     # The backend of the ranks' own group. "" prefers mpi, since ranks of an mpi job can also open
     # groups of other backends.
     own: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> "Job":
-        values: dict[str, Any] = json.loads(text)
-        # JSON has no tuples.
-        for name in ("backends", "chosen"):
-            if isinstance(values.get(name), list):
-                values[name] = tuple(values[name])
-        return cls(**values)
-
-    def dumps(self) -> str:
-        defaults = {f.name: f.default for f in fields(self)}
-        return json.dumps({k: v for k, v in asdict(self).items() if v != defaults[k]})
 
     @property
     def rows(self) -> list[ContenderSpec]:
@@ -116,15 +103,16 @@ def measure(job: Job) -> dict[str, Any] | None:
         check_ranks(compared)
         if world.rank != 0:
             return None
-        settings = {
-            "benchmark": "step_time",
-            "model": job.model,
-            "backend": " ".join(job.backends),
-            "nproc": world.world_size,
-            "optimizer": job.optimizer,
-            "way": job.way,
-        }
-        content = content_of(job.title(of), [asdict(s) for s in samples], settings)
+        content = content_of(
+            job.title(of),
+            [asdict(s) for s in samples],
+            benchmark="step_time",
+            model=job.model,
+            backend=" ".join(job.backends),
+            nproc=world.world_size,
+            optimizer=job.optimizer,
+            way=job.way,
+        )
         if world.device.type == "cpu" and world.world_size == world.local_world_size:
             alone = next((s for s in samples if s.name == NO_COMMUNICATION), None)
             cores = len(use.processors)
@@ -153,7 +141,9 @@ def _make(
     for spec in job.rows:
         state = torch.get_rng_state()  # the same batch for all
         try:
-            made += contenders(of, world.device, [spec], groups, job.optimizer, not made)
+            made += contenders(
+                of, world.device, [spec], groups, OPTIMIZERS[job.optimizer], not made
+            )
         except (TypeError, ValueError) as error:
             # All ranks raise this, since they have the same model, so none waits for another.
             left_out[spec.name] = str(error)
@@ -209,7 +199,9 @@ def interleaved(job: Job) -> Content:
     """Runs all contenders in the same processes, taking turns step by step."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         part = Path(folder) / "part.json"
-        code = start(MODULE, job.backend, job.nproc, "--job", job.dumps(), "--into", part)
+        code = start(
+            MODULE, job.backend, job.nproc, "--job", json.dumps(asdict(job)), "--into", part
+        )
         if code:
             raise RanksFailed(code)
         content: Content = json.loads(part.read_text())

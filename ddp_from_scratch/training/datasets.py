@@ -4,16 +4,14 @@ No dataset uses random augmentation: image i is always the same tensor, so a res
 uninterrupted one bit for bit.
 """
 
-import os
-import pickle
 import socket
 import zlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -59,7 +57,7 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
 
     Raises:
         UsageError: an unknown name; files that are missing, unreadable, truncated or corrupt; a
-            download that failed, which leaves nothing behind.
+            download that failed.
     """
     if name not in DATASETS:
         raise UsageError(f"unknown dataset {name!r}: expected one of {', '.join(DATASETS)}")
@@ -119,18 +117,9 @@ def _normalize(images: torch.Tensor, mean: Sequence[float], std: Sequence[float]
 
 def _read_idx(path: Path) -> np.ndarray:
     """Reads the uint8 array of an IDX file: 0, 0, 8, number of dimensions, sizes, values."""
-    try:
-        content = path.read_bytes()
-        sizes = np.frombuffer(content, ">u4", count=content[3], offset=4)
-        return np.frombuffer(content, np.uint8, offset=4 + sizes.nbytes).reshape(sizes).copy()
-    except FileNotFoundError:
-        raise UsageError(
-            f"digits not found in {path.parent}: there is no {path}; install ddp_from_scratch again"
-        ) from None
-    except (OSError, IndexError, ValueError) as error:
-        raise UsageError(
-            f"digits are truncated or corrupt ({error}) in {path}; install ddp_from_scratch again"
-        ) from error
+    content = path.read_bytes()
+    sizes = np.frombuffer(content, ">u4", count=content[3], offset=4)
+    return np.frombuffer(content, np.uint8, offset=4 + sizes.nbytes).reshape(sizes).copy()
 
 
 # torchvision's ------------------------------------------------------------------------------------
@@ -143,103 +132,42 @@ _TORCHVISION: dict[str, tuple[str, int, int, tuple[float, ...], tuple[float, ...
 }
 _NETWORK_TIMEOUT_S = 30.0
 
-# What torchvision's readers raise on a damaged file. Not OSError: the file may be intact.
-_CORRUPT = (
-    AssertionError,  # an invalid number of dimensions in an IDX header
-    EOFError,  # an empty pickle
-    KeyError,  # an unknown type in an IDX header
-    RuntimeError,  # IDX values that do not match the header's dimensions; a wrong md5
-    TypeError,  # IDX values that are not bytes
-    ValueError,  # an IDX file without header or values; what `_check` finds
-    pickle.UnpicklingError,
-)
-
 
 def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
     # Imported here because it takes longer than torch.
     with needs_extra("train"):
         from torchvision import datasets
-        from torchvision.datasets.utils import check_integrity
         from torchvision.transforms import Compose, Normalize, ToTensor
 
     reader_name, channels, image_size, mean, std = _TORCHVISION[name]
-    reader = getattr(datasets, reader_name)
-    files = _files(reader, root)
-    if download and not all(map(os.path.isfile, files)):
-        _download(name, reader, root)
-    for path in files:
-        if not os.path.isfile(path):
-            raise UsageError(
-                f"{name} not found in {root}: there is no {path}; pass --download to fetch it, or "
-                f"--data-dir with the folder that holds it"
-            )
-    parts = []
-    for part in ("training", "test"):
-        transform = Compose([ToTensor(), Normalize(mean, std)])
+    transform = Compose([ToTensor(), Normalize(mean, std)])
+    reader = partial(getattr(datasets, reader_name), root, transform=transform)
+    if download:
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # torchvision sets none
         try:
-            parts.append(reader(root, train=part == "training", transform=transform))
-            _check(parts[-1], image_size)
-        except OSError as error:
+            reader(download=True)  # a single archive, or those of both parts
+        except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: a wrong md5
             raise UsageError(
-                f"cannot read {name}: {error.filename}: {one_line(error)}; check its permissions"
+                f"cannot download {name} to {root}: {one_line(error)}; check the network and the "
+                "folder, or copy the files there from another machine"
             ) from error
-        except _CORRUPT as error:
-            damaged = [path for path, md5 in files.items() if not check_integrity(path, md5)]
-            problem, where = one_line(error), next(iter(files)).parent
-            if damaged:
-                problem, where = "wrong md5", damaged[0]
-            raise UsageError(
-                f"{name}'s {part} images are truncated or corrupt ({problem}) in {where}; delete "
-                f"it and pass --download to fetch it again"
-            ) from error
-    train, test = parts
-    return ImageData(train, test, channels, image_size)
-
-
-def _files(reader: Any, root: Path) -> dict[Path, str | None]:
-    """Lists the files that torchvision's reader opens under `root`, each with its md5 if known."""
-    if reader.__name__ == "CIFAR10":
-        meta = reader.meta["filename"], reader.meta["md5"]
-        listed = [*reader.train_list, *reader.test_list, meta]
-        return {root / reader.base_folder / name: md5 for name, md5 in listed}
-    # torchvision lists the md5 of the archive, not of the file.
-    folder = root / reader.__name__ / "raw"
-    return {folder / Path(name).stem: None for name, _ in reader.resources}
-
-
-def _check(part: Any, image_size: int) -> None:
-    """Raises a ValueError for the first fault in a part that torchvision could read."""
-    labels, size = torch.as_tensor(part.targets), (image_size, image_size)
-    if len(part.data) != len(labels):
-        raise ValueError(f"{len(part.data)} images but {len(labels)} labels")
-    if tuple(part.data.shape[1:3]) != size:
-        raise ValueError(f"expected images of {size}, got {tuple(part.data.shape[1:3])}")
-    if not 0 <= int(labels.min()) <= int(labels.max()) < NUM_CLASSES:
-        least, most = labels.min(), labels.max()
-        raise ValueError(f"expected labels 0 to {NUM_CLASSES - 1}, got {least} to {most}")
-
-
-def _download(name: str, reader: Any, root: Path) -> None:
-    """Downloads the dataset into a temporary folder and moves missing files from there."""
-    # torchvision unpacks to the final name directly, and trusts any MNIST file of that name. Here a
-    # file is renamed to its final name only after all files were read.
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # torchvision sets none
+        finally:
+            socket.setdefaulttimeout(before)
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=root, prefix=".download-") as folder:
-            staging = Path(folder)
-            for train in (True, False):
-                reader(staging, train=train, download=train)
-            for path in _files(reader, staging):
-                final = root / path.relative_to(staging)
-                if not final.exists():
-                    final.parent.mkdir(parents=True, exist_ok=True)
-                    os.replace(path, final)
-    except (OSError, HTTPException, *_CORRUPT) as error:
+        train, test = reader(train=True), reader(train=False)
+    except OSError as error:
         raise UsageError(
-            f"cannot download {name} to {root}: {one_line(error)}; check the network and the "
-            "folder, or copy the files there from another machine"
+            f"cannot read {name}: {error.filename}: {one_line(error)}; check its permissions"
         ) from error
-    finally:
-        socket.setdefaulttimeout(before)
+    except Exception as error:  # damaged data may raise anything
+        if "not found" in str(error):  # torchvision's text, for CIFAR-10 also at a wrong md5
+            raise UsageError(
+                f"{name} not found, or corrupt, in {root}: pass --download to fetch it, or "
+                f"--data-dir with the folder that holds it"
+            ) from error
+        raise UsageError(
+            f"{name}'s images are truncated or corrupt ({one_line(error)}) in {root}; delete them "
+            f"and pass --download to fetch them again"
+        ) from error
+    return ImageData(train, test, channels, image_size)

@@ -71,7 +71,6 @@ def _block(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
 
 
 def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) -> nn.Module:
-    """Builds a torchvision model, with upsampling to the first size that it accepts."""
     model: nn.Module | None = None
     for size in (image_size, *(size for size in _SIZES if size > image_size)):
         try:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import compare, overlap
-from benchmarks.harness.wire_meter import Result, check_crossed, limit_ms
+from benchmarks.harness.network import Result, check_crossed, limit_ms
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
 from ddp_from_scratch.bench.samples import Samples
 

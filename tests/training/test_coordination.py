@@ -11,7 +11,6 @@ import torch.distributed as dist
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.training import coordination, evaluate
-from ddp_from_scratch.training.coordination import differences
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.settings import Settings, option_of
 from ddp_from_scratch.world import _check_gpus, _device, _meet_in_store
@@ -29,18 +28,13 @@ DIFFERENT = {
 }
 
 
-def test_differences_are_told_with_both_values_and_ranks():
-    alike = {"--lr": "0.1", "torch": "2.15"}
-    assert differences([alike, alike | {"--lr": "0.2"}, {"torch": "2.11"}]) == (
-        "--lr is 0.1 on rank 0 and 0.2 on rank 1; torch is 2.15 on rank 0 and 2.11 on rank 2: "
-        "they must be the same on all ranks"
-    )
-
-
 def test_every_setting_is_compared_or_a_ranks_own():
     names = {field.name for field in fields(Settings)}
     assert Settings().to_compare().keys() == {option_of(name) for name in names - OWN}
-    auto = Settings(resume="auto", checkpoint_dir=Path("c")).to_compare()
+    auto, elsewhere = (
+        Settings(resume="auto", checkpoint_dir=Path(folder)).to_compare() for folder in "cd"
+    )
+    assert auto == elsewhere
     assert auto["--resume"] == "auto"  # which all decide by rank 0's folder
 
 
@@ -58,24 +52,6 @@ def test_a_setting_that_differs_is_named_before_anything_is_trained(world):
             Trainer(settings, world)
         assert type(error.value) is (PeerError if world.rank else UsageError), "told once"
         assert str(error.value) == f"{told} on rank 1: it must be the same on all ranks"
-
-
-@on("gloo-2")
-def test_what_may_differ(world, tmp_path):
-    own = tmp_path / str(world.rank)
-    settings = Settings(
-        data_dir=own,
-        download=world.rank == 0,
-        workers=world.rank,
-        threads=world.rank + 1,
-        log_dir=own if world.rank else None,
-        quiet=world.rank > 0,
-        checkpoint_dir=own,
-        resume="auto",
-    )
-    threads = torch.get_num_threads()
-    Trainer(settings, world)
-    torch.set_num_threads(threads)
 
 
 @on("gloo-2")
