@@ -42,8 +42,8 @@ class Meeting(NamedTuple):
     same_state: bool  # True if all have finished the same number of steps
 
 
-def tcp_store() -> dist.TCPStore:
-    """Connects to the store on machine 0, which the agents of several machines share."""
+def _tcp_store() -> dist.TCPStore:
+    # On machine 0; the agents of several machines share it.
     port = int(os.environ["MASTER_PORT"])
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
 
@@ -51,7 +51,7 @@ def tcp_store() -> dist.TCPStore:
 def job_store() -> JobStore:
     """Returns the store for messages between this job's agent and its processes."""
     if MACHINE_0 in os.environ:
-        return JobStore(tcp_store())
+        return JobStore(_tcp_store())
     return JobStore(FileStore(Path(os.environ[RENDEZVOUS_FILE]).parent))
 
 
@@ -62,9 +62,7 @@ class Membership:
     `most_ranks` ranks can share a step; a collective may take `timeout` seconds.
 
     Attributes:
-        world: the current one.
-        elastic: True if the job's agent replaces lost ranks. Otherwise there is one generation,
-            from the start.
+        elastic: True if the job's agent replaces lost ranks. Otherwise there is one generation.
         took_over: True on rank 0, unless this is the first group of the job's first process.
     """
 
@@ -156,7 +154,7 @@ class Membership:
     def _group_store(self, generation: Generation) -> dist.Store:
         number = generation.number
         if MACHINE_0 in os.environ:
-            return dist.PrefixStore(f"generation {number}", tcp_store())
+            return dist.PrefixStore(f"generation {number}", _tcp_store())
         file = Path(os.environ[RENDEZVOUS_FILE]).with_name(f"store-{number}")
         return dist.FileStore(str(file), len(generation.members))
 

@@ -118,8 +118,8 @@ def replace_group(
 ) -> World:
     """Opens a gloo group of other ranks in place of a closed one. Collective.
 
-    `store` is new and for these ranks only; `machines` has the machine of each rank. `timeout` is
-    for all ranks to arrive (else a RuntimeError), and for each collective.
+    `store` is new and for these ranks only; `machines` has the machine of each rank. A RuntimeError
+    is raised if not all ranks arrive within `timeout`.
     """
     hook, size = sys.excepthook, len(machines)
     try:
@@ -176,8 +176,7 @@ def _meet_in_store(
     store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
 ) -> None:
     """Waits for all ranks and compares their backends and GPUs before a group opens."""
-    # nccl waits forever for a rank that never comes. Not called if torch makes the store: for ranks
-    # of torchrun and srun on several machines.
+    # nccl waits forever for a rank that never comes. Not called if torch makes the store.
     keys = [f"came {rank}" for rank in range(placement.world_size)]
     may_share = not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     own = "" if may_share else gpu.unique_name(device)
@@ -193,10 +192,8 @@ def _meet_in_store(
 
 
 def _waited(placement: Placement, timeout: timedelta) -> str:
-    return (
-        f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
-        f"{placement.world_size} ranks: not all have started"
-    )
+    who = f"rank {placement.rank} waited {timeout.total_seconds():g} s"
+    return f"{who} for all {placement.world_size} ranks: not all have started"
 
 
 def _check_gpus(of_ranks: Sequence[str]) -> None:
@@ -212,10 +209,8 @@ def _check_gpus(of_ranks: Sequence[str]) -> None:
 def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
     # Compared before a group opens: groups of two backends would wait for each other.
     if backend != of_rank_0:
-        raise UsageError(
-            f"backend is {of_rank_0} on rank 0 and {backend} on rank {rank}: it must be the same "
-            "on all ranks"
-        )
+        found = f"{of_rank_0} on rank 0 and {backend} on rank {rank}"
+        raise UsageError(f"backend is {found}: it must be the same on all ranks")
 
 
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:

@@ -24,7 +24,7 @@ from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import CHUNK, Reduction, share_of
 from ddp_from_scratch.backend.shared_memory import LASTING, Nodes
 from ddp_from_scratch.backend.stage import Stage, Windows
-from ddp_from_scratch.backend.transport import Transport
+from ddp_from_scratch.backend.transport import Transport, write_back
 
 # With several machines, tensors of at least this many bytes are summed on each machine first.
 STAGED_FROM = 512 * 1024
@@ -64,7 +64,7 @@ class AllReduce:
             return ""
         place = self._windows.place(tensor)
         # Saves the first piece a barrier. Opening the stage must wait, since it is collective.
-        if not place and self._stage.is_open and self._is_staged(tensor):
+        if not place and self._stage.memory and self._is_staged(tensor):
             self._stage.fill(tensor)
         return place
 
@@ -79,9 +79,7 @@ class AllReduce:
             total = tensor
             if tensor.dtype != reduction.dtype:
                 total = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
-            reduction.fold(buffers[self._barrier.parity], total)
-            if total is not tensor:
-                tensor.copy_(total)
+            write_back(reduction.fold(buffers[self._barrier.parity], total), tensor)
         # `same_place` is equal on all ranks, so all of a machine take the same branch.
         elif self._barrier.same_place and self._windows.place(tensor):
             for chunk, total in self._reduce(self._own_shares(tensor), reduction, crossing):
@@ -94,8 +92,7 @@ class AllReduce:
         else:
             dense = tensor.contiguous()
             _by_messages(self._nodes.everyone, dense.view(-1), reduction, crossing)
-            if dense is not tensor:
-                tensor.copy_(dense)
+            write_back(dense, tensor)
         return [tensor]
 
     def to_owners(self, tensor: torch.Tensor, reduction: Reduction, receive: Receive) -> None:
@@ -136,16 +133,14 @@ class AllReduce:
         self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None
     ) -> None:
         # `prepare` has not filled a new stage, nor one for a tensor in a window on this rank.
-        if not self._stage.is_filled or not self._barrier.same_place:
+        if self._stage.dense is None or not self._barrier.same_place:
             self._stage.fill(tensor)
             self._barrier.wait()
         for shares in self._stage.shares():
             for chunk, total in self._reduce(shares, reduction, crossing):
                 if chunk[0] is not total:
                     chunk[0].copy_(total)
-        reduced = self._stage.take()
-        if reduced is not tensor:
-            tensor.copy_(reduced)
+        write_back(self._stage.take(), tensor)
 
     def _own_shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         begin, end = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)

@@ -28,6 +28,7 @@ from ddp_from_scratch.backend.operations import (
 )
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
 from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
+from ddp_from_scratch.backend.transport import write_back
 from ddp_from_scratch.backend.work import Operation, Result
 
 # Pairs of ranks that an error names.
@@ -78,9 +79,7 @@ class CollectivesGroup(SharedMemoryGroup):
         def run() -> Result:
             dense = output.contiguous()
             self._exchange.reduce(parts, dense.view(-1), ends[rank], ends[-1], reduction)
-            if dense is not output:
-                output.copy_(dense)
-            return [output]
+            return [write_back(dense, output)]
 
         text = f"reduce_scatter({reduction.name}) of {sizes_of(parts)}"
         return Operation(text, run, partial(self._exchange.prepare, parts, ends[-1]))
@@ -157,9 +156,7 @@ class CollectivesGroup(SharedMemoryGroup):
             dense = output.contiguous()
             parts = dense.view(-1).tensor_split(self.size())
             self._exchange([tensor], parts, tensor.nbytes)
-            if dense is not output:
-                output.copy_(dense)
-            return [output]
+            return [write_back(dense, output)]
 
         prepare = partial(self._exchange.prepare, [tensor], tensor.nbytes)
         return Operation(f"all_gather_into_tensor of {size_of(output)}", run, prepare)

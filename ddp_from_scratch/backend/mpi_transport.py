@@ -45,42 +45,36 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
 
 
 def placement() -> Placement:
-    """Returns this process's place in its MPI job. Collective over the job.
-
-    Nodes are numbered in the order of their lowest rank.
-    """
+    """Returns this process's place in its MPI job. Collective over the job."""
     world = MPI.COMM_WORLD
     # Ranks that can share memory form a node. Host names will not do: containers may share one.
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     leader = node.bcast(world.rank)
-    leaders = sorted(set(world.allgather(leader)))
+    leaders = sorted(set(world.allgather(leader)))  # nodes count in the order of their lowest rank
     found = Placement(world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun")
     node.Free()
     return found
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises a UsageError unless MPI has one rank for each process that the launcher started.
-
-    An MPI that does not know its launcher treats each process as a separate job.
-    """
+    """Raises a UsageError unless MPI has one rank for each process that the launcher started."""
+    # An MPI that does not know its launcher treats each process as a separate job.
     seen, started = MPI.COMM_WORLD.size, environment.started(environ)
     if started not in (None, seen):
-        by = environment.launcher(environ)
-        advice = {
-            "mpirun": "use the mpirun of the MPI that mpi4py loads",
-            "srun": "add --mpi=pmix",
-        }.get(by, "start it with mpirun")
-        if by == "torchrun" and environment.started_here(environ):
-            by = "start_ranks"  # which sets the same variables
+        by, advice = environment.launcher(environ), "start it with mpirun"
+        if by == "mpirun":
+            advice = "use the mpirun of the MPI that mpi4py loads"
+        elif by == "srun":
+            advice = "add --mpi=pmix"
+        elif environment.started_here(environ):
+            by = "start_ranks"  # which sets the same variables as torchrun
         raise UsageError(f"{by} started {started} processes but MPI sees {seen}: {advice}")
 
 
 def check_world(environ: Mapping[str, str] = os.environ) -> None:
-    """Checks the launcher of a program that may set torch's variables for its own purposes.
+    """Checks the launcher of a program that may set RANK and WORLD_SIZE for its own purposes.
 
-    Ranks come from MPI if mpirun started the job, whatever RANK and WORLD_SIZE say. Both count only
-    if MPI sees a single process and nothing shows that mpirun started it.
+    Both count only if MPI sees a single process and nothing shows that mpirun started it.
     """
     others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
     by_mpirun = environment.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
@@ -136,10 +130,9 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
             os.unlink(file)
         return private
     if placement.rank == 0:
-        server = dist.TCPStore(
-            socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
-        )
-        broadcast_object((socket.getfqdn(), server.port))
+        here = socket.getfqdn()
+        server = dist.TCPStore(here, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        broadcast_object((here, server.port))
         return server
     host, port = broadcast_object(None)
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)

@@ -40,13 +40,7 @@ _AT_ONCE = SimpleNamespace(asyncOp=False)
 class SharedMemoryGroup(dist.ProcessGroup):
     """A process group that reduces in shared memory within a machine.
 
-    Args:
-        everyone: the group's ranks.
-        timeout: how long a collective may take.
-        progress: called by threads that wait; see `CheckedBarrier`.
-
-    Attributes:
-        checked_barrier: where the ranks meet before each operation.
+    Threads that wait call `progress`. The ranks meet at `checked_barrier` before each operation.
     """
 
     backend: ClassVar[str]
@@ -54,10 +48,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     _part: Callable[[Sequence[int], timedelta, str], SharedMemoryGroup]
 
     def __init__(
-        self,
-        everyone: Transport,
-        timeout: timedelta,
-        progress: Progress = lambda: math.inf,
+        self, everyone: Transport, timeout: timedelta, progress: Progress = lambda: math.inf
     ) -> None:
         super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
         # These constructors are collective, so all ranks must call them in this order.
@@ -149,7 +140,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(
         self, tensors: Tensors, opts: Any = None, crossing: torch.dtype | None = None
     ) -> dist.Work:
-        """Runs torch's allreduce; sums cross between machines in the dtype `crossing`, if given."""
+        """Reduces over all ranks; sums cross between machines in the dtype `crossing`, if given."""
         op, operations = dist.ReduceOp.SUM if opts is None else opts.reduceOp, []
         for tensor in tensors:
             dense = tensor.is_cpu and tensor.layout is torch.strided
@@ -163,12 +154,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Reduces sparse tensors and other dtypes, in a backend that can."""
         check_memory(self.backend, "all_reduce", written=tensors)
-        raise RuntimeError(
-            f"the {self.backend} backend cannot reduce tensors of {tensors[0].dtype}"
-        )
+        dtype = tensors[0].dtype
+        raise RuntimeError(f"the {self.backend} backend cannot reduce tensors of {dtype}")
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def average_on_machine(self, tensor: torch.Tensor) -> dist.Work:
         """Averages over the ranks of this machine. Collective over the whole group."""
@@ -236,16 +225,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._submit("free_unused", [], _AT_ONCE, [operation]).wait()
 
     def reduce_to_owners(
-        self,
-        tensor: torch.Tensor,
-        op: dist.ReduceOp.RedOpType,
-        receive: Receive,
-        label: str,
+        self, tensor: torch.Tensor, op: ReduceOp, receive: Receive, label: str
     ) -> None:
-        """Gives each rank its share of a reduction; see `AllReduce.to_owners`. Collective.
-
-        All ranks raise a CommunicationError if their labels differ.
-        """
+        """Runs `AllReduce.to_owners`; all ranks raise if their labels differ. Collective."""
         reduction = Reduction.of(op, tensor.dtype, self.size())
         operation = Operation(
             f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
@@ -277,7 +259,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not plain:  # most tensors are, and pass the check
             check_memory(self.backend, kind, *read, written=written)
         self._sequence += 1  # after the check: a call with invalid arguments gets no number
-        name = partial(_name_call, kind, self._sequence, self._nodes.everyone, tensors)
+        sequence, everyone = self._sequence, self._nodes.everyone
         run = partial(run_in_turn, operations, self.checked_barrier, self._timeout.total_seconds())
         if torch.is_inference_mode_enabled() or any(map(torch.Tensor.is_inference, tensors)):
             run = torch.inference_mode()(run)  # torch forbids writes to such tensors elsewhere
@@ -285,6 +267,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # two thread switches. Not across machines: TCP may wait for a lost machine far beyond the
         # timeout, and only a caller that waits for another thread can stop waiting.
         at_once = self._nodes.count == 1 and not getattr(opts, "asyncOp", True)
+
+        def name() -> str:
+            size = sum(tensor.nbytes for tensor in tensors)
+            rank = everyone.world_ranks[everyone.rank]
+            return f"{kind} number {sequence} on rank {rank} ({size} bytes)"
+
         work = NodeWork(name, self._timeout, self.checked_barrier)
         if torch.autograd.profiler._is_profiler_enabled:
             at_once = False  # an asynchronous range must end in another thread
@@ -296,6 +284,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._reduce_here.free()  # idempotent: on one machine both are the same object
         self._windows.free_unused()
         self.checked_barrier.free()
+
+
+def register_backend(name: str, create: Callable[[Any, Any], Any]) -> None:
+    """Registers a backend, which makes its groups with `create`, under torch's name for it."""
+    # Otherwise torch attaches a recorder to the group's C++ backends, and such a group has none.
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(name)
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
 def _in_range(name: str, tensors: Tensors, run: Callable[[], Result]) -> Callable[[], Result]:
@@ -312,8 +308,3 @@ def _in_range(name: str, tensors: Tensors, run: Callable[[], Result]) -> Callabl
             ended.set_result(None)
 
     return run_and_end
-
-
-def _name_call(kind: str, sequence: int, everyone: Transport, tensors: Tensors) -> str:
-    size = sum(tensor.nbytes for tensor in tensors)
-    return f"{kind} number {sequence} on rank {everyone.world_ranks[everyone.rank]} ({size} bytes)"

@@ -42,19 +42,12 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """One of torch's reductions on elements of one dtype.
-
-    Attributes:
-        op: torch's reduce operation.
-        dtype: the dtype in which it computes: float32 for 16-bit floats.
-        combine: reduces two tensors to one.
-        divisor: AVG divides the sum by it; 1 for other operations.
-    """
+    """One of torch's reductions on elements of one dtype."""
 
     op: dist.ReduceOp.RedOpType
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which it computes: float32 for 16-bit floats
     combine: Combine
-    divisor: int
+    divisor: int  # 1, except for an average
 
     @staticmethod
     @cache
@@ -95,7 +88,9 @@ class Reduction:
             self.combine(wide[0], wide[1], out=scratch)
         for tensor in wide[2:]:
             self.combine(scratch, tensor, out=scratch)
-        self.divide(scratch)
+        if self.divisor > 1:
+            fractional = scratch.is_floating_point() or scratch.is_complex()
+            scratch.div_(self.divisor, rounding_mode=None if fractional else "floor")
         return scratch
 
     def fold_into(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -116,14 +111,6 @@ class Reduction:
         # Only where 1/divisor is exact, so the bits stay the same.
         fractional = self.dtype.is_floating_point or self.dtype.is_complex
         return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
-
-    def divide(self, reduced: torch.Tensor) -> None:
-        """Turns a sum into an average in place; leaves other reductions unchanged."""
-        if self.divisor > 1:
-            if reduced.is_floating_point() or reduced.is_complex():
-                reduced /= self.divisor
-            else:
-                reduced //= self.divisor
 
 
 def share_of(numel: int, rank: int, owners: int) -> tuple[int, int]:

@@ -21,17 +21,13 @@ Result = list[torch.Tensor]
 
 @dataclass(slots=True)
 class Operation:
-    """This rank's part of a collective. It keeps its tensors alive.
+    """This rank's part of a collective. It keeps its tensors alive."""
 
-    Attributes:
-        fingerprint: describes the operation; equal on all ranks, and part of errors.
-        run: called once all ranks have arrived; communicates, and may return tensors.
-        prepare: called before the ranks meet, in the operation's turn; returns the place of its
-            tensor, which may differ between ranks (`CheckedBarrier.same_place`).
-    """
-
+    # Describes the operation; equal on all ranks, and part of errors.
     fingerprint: str
+    # Called once all ranks have arrived.
     run: Callable[[], Result | None]
+    # Called before, in the operation's turn; returns the place of its tensor (`same_place`).
     prepare: Callable[[], str] = str
 
 
@@ -54,13 +50,7 @@ def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, second
 
 
 class NodeWork(dist.Work):
-    """The work handle of one call.
-
-    Args:
-        name: names the call and the rank in error messages; called only for an error.
-        timeout: the group's timeout, after which the operation itself fails if a rank is missing.
-        barrier: knows the missing ranks.
-    """
+    """The work handle of one call, which `name` names in errors; the group has this timeout."""
 
     def __init__(
         self, name: Callable[[], str], timeout: timedelta, barrier: CheckedBarrier
@@ -77,11 +67,6 @@ class NodeWork(dist.Work):
         self._under_way.acquire()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the operation has ended.
-
-        Raises:
-            CommunicationError: the call failed, or did not end in time. The text names it.
-        """
         if not self._ended:
             self._wait_until_ended(timeout)
         if self._error is not None:

@@ -161,7 +161,11 @@ class ElasticAgent(Agent):
             self._note_arrivals()
             if not self._received:
                 self._regroup()
-                self._let_in()
+                if self._nodes is not None:
+                    # Known only after the job has begun.
+                    able = [self._said[member].most_ranks for member in self._carriers()]
+                    for machine in self._nodes.admit(min(able, default=0), len(self._living)):
+                        self._start_another(machine)
             time.sleep(_POLL_S if self._generation.steps else _MEETING_S)
 
     def _lose(self, member: int, code: int) -> int | None:
@@ -174,7 +178,7 @@ class ElasticAgent(Agent):
             # was killed instead, the others wait for a rank that is gone.
             died = code < 0 and member in self._generation.members
             return self._stopped() if died or not self._living else None
-        if self._server_is_gone():
+        if self._server_code() is not None:
             return self._failed(member, code)
         said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._carriers())
         never_joined = code > 0 and not said.arrived
@@ -210,13 +214,6 @@ class ElasticAgent(Agent):
         ranks = "1 rank" if left == 1 else f"{left} ranks"
         say(f"process {member} {how}: continuing with {ranks}{then}")
         return None
-
-    def _let_in(self) -> None:
-        if self._nodes is not None:
-            # Known only after the job has begun.
-            most = min((self._said[member].most_ranks for member in self._carriers()), default=0)
-            for machine in self._nodes.admit(most, len(self._living)):
-                self._start_another(machine)
 
     def _note_arrivals(self) -> None:
         generation = self._generation

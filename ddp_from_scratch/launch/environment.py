@@ -205,8 +205,7 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
             "install your system's MPI"
         )
     defaults = {
-        # Use shared memory only, so that ranks open no port. Open MPI 5 accepts vader as a name for
-        # sm; Open MPI 4 does not know sm.
+        # Shared memory only, so ranks open no port. vader is sm in Open MPI 4, and accepted by 5.
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,vader",
         # Allow more ranks than cores, in Open MPI 5 and 4.
@@ -227,14 +226,12 @@ def choose_interface(placement: Placement) -> None:
     # By default gloo takes the interface of the host name, and nccl the first one: on one machine a
     # port open to others, on several often the wrong one. A process of an elastic job begins in a
     # world of one, even on several machines.
+    found = None
     if placement.one_machine and MACHINE_0 not in os.environ:
-        loopback = _loopback()
-        if loopback is not None:
-            # Not needed if the user chose another interface.
-            if "GLOO_SOCKET_IFNAME" not in os.environ:
-                require_loopback()
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        # Not needed if the user chose another interface.
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            require_loopback()
+        nccl = found = _loopback()
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
         # `start_ranks` sets MASTER_ADDR to loopback, where the agent forwards connections.
         master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
@@ -246,11 +243,12 @@ def choose_interface(placement: Placement) -> None:
             return
         names = (name for _, name in socket.if_nameindex())
         found = next((name for name in names if _address(name) == address), None)
-        if found is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-            # NCCL bootstraps here; data still uses InfiniBand if there is any. NCCL matches a name
-            # as a prefix unless it follows "=".
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
+        # NCCL bootstraps here; data still uses InfiniBand if there is any. NCCL matches a name as a
+        # prefix unless it follows "=".
+        nccl = f"={found}"
+    if found is not None and nccl is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", nccl)
 
 
 def _loopback() -> str | None:

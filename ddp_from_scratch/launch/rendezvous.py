@@ -47,27 +47,19 @@ class Rendezvous:
     """A store on machine 0 for the agents and ranks of several machines.
 
     Takes the arguments of `start_ranks`. `environment` has variables for the ranks.
-
-    Raises:
-        UsageError: the port is taken; `addr` is not an address of machine 0, is only a name for
-            loopback there, or does not answer as machine 0; or the secrets differ.
     """
 
     def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
-        listening: int | None = None
-        if node_rank == 0:
-            # May fail, so a new secret is printed only afterwards.
-            self._listeners = _listen(addr, port)
-            secret = _secret(node_rank, addr, port)
-            # The store listens on loopback only; other machines reach it through the gate.
-            inside = socket.create_server(("127.0.0.1", 0))
-            local: int = inside.getsockname()[1]
-            listening = inside.detach()
-        else:
-            secret = _secret(node_rank, addr, port)
+        # May fail, so a new secret is printed only afterwards.
+        outside = _listen(addr, port) if node_rank == 0 else []
+        secret = _secret(node_rank, addr, port)
+        if node_rank > 0:
             answers = _await_answer(addr, port, secret, timeout)
-            self._listeners = [socket.create_server(("127.0.0.1", 0))]
-            local = self._listeners[0].getsockname()[1]
+        # Machine 0's store listens on loopback; other machines reach it through their agents and
+        # the gate.
+        inside = socket.create_server(("127.0.0.1", 0))
+        local: int = inside.getsockname()[1]
+        self._listeners = outside or [inside]
 
         def onward(visitor: socket.socket) -> socket.socket:
             if node_rank == 0:
@@ -85,7 +77,7 @@ class Rendezvous:
             is_master=node_rank == 0,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
-            master_listen_fd=listening,
+            master_listen_fd=inside.detach() if node_rank == 0 else None,
         )
         # The ranks are clients of this store, like the ranks of torchrun's agent.
         self.environment = {
@@ -198,7 +190,7 @@ def prove(connection: socket.socket, secret: bytes, end: float) -> None:
     """Proves to machine 0 that this side knows the secret, and verifies that machine 0 does.
 
     Raises a StrangerError if the other end refuses or is not machine 0, an OSError if nothing
-    answers before `end`, a time of `time.monotonic`.
+    answers before `end`.
     """
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_GREETING + mine)
@@ -232,9 +224,9 @@ def check(connection: socket.socket, secret: bytes) -> None:
 
 
 def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
-    """Forwards each connection to the one that `onward` opens for it, in threads.
+    """Forwards each connection to the one that `onward` opens for it, until `listener` is closed.
 
-    Runs until `listener` is closed. `onward` may raise OSError or StrangerError.
+    `onward` may raise OSError or StrangerError.
     """
 
     def accept() -> None:

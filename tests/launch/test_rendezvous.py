@@ -6,6 +6,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -133,36 +134,25 @@ def prove(connection):
     rendezvous.prove(connection, b"secret", time.monotonic() + 5.0)
 
 
-class Tapped:
-    """A socket whose words somebody writes down."""
-
-    def __init__(self, connection):
-        self.connection, self.heard = connection, []
-
-    def sendall(self, data):
-        self.heard.append(data)
-        self.connection.sendall(data)
-
-    def recv(self, size):
-        return self.connection.recv(size)
-
-    def settimeout(self, seconds):
-        self.connection.settimeout(seconds)
-
-
 def test_both_know_the_secret_which_is_of_no_use_to_who_has_heard_it(pair):
-    one, other = Tapped(pair[0]), pair[1]
-    thread = threading.Thread(target=rendezvous.check, args=(other, b"secret"))
+    heard = []
+
+    def sendall(data):
+        heard.append(data)
+        pair[0].sendall(data)
+
+    one = Mock(wraps=pair[0], sendall=sendall)
+    thread = threading.Thread(target=rendezvous.check, args=(pair[1], b"secret"))
     thread.start()
     prove(one)
     thread.join()
     pair[0].sendall(b"what follows")
-    assert other.recv(100) == b"what follows"
+    assert pair[1].recv(100) == b"what follows"
 
     first, second = socket.socketpair()
     with first, second:
         raised = in_a_thread(rendezvous.check, second, b"secret")
-        for data in one.heard:
+        for data in heard:
             first.sendall(data)
         assert len(first.recv(1000)) == len(rendezvous._GREETING) + 32
         assert first.recv(1000) == b""
