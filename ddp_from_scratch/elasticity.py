@@ -77,8 +77,7 @@ class ElasticRun:
         except Exception as error:
             self._membership.note_failure(self.step, error)
             raise
-        # A step with the averages of all ranks counts even if peers are lost after it: they get its
-        # result from this rank.
+        # A step with the averages of all ranks counts, even if peers are lost: they get its result.
         if self._stepped:
             self.step += 1
 

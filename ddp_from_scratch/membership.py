@@ -28,8 +28,8 @@ from ddp_from_scratch.node import abandon_beside
 from ddp_from_scratch.waiting import look_for_lost_ranks, wait
 from ddp_from_scratch.world import World, replace_group
 
-# Seconds for ranks to connect once all have arrived. If one dies meanwhile, the others wait up to 5
-# times as long, because gloo retries. Doubled after each failure, for slow machines.
+# Seconds to connect once all have arrived; if one dies, gloo's retries take up to 5 times as long.
+# Doubled after each failure, for slow machines.
 _CONNECT_S = 0.5
 _STORE_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.005
@@ -94,10 +94,7 @@ class Membership:
         return self._store.generation.number > self._generation.number
 
     def meet(self, step: int) -> Meeting:
-        """Opens the next generation's group, after `step` finished steps. Collective.
-
-        Processes keep their order: rank 0 stays rank 0 as long as it lives.
-        """
+        """Opens the group of the next generation, after `step` finished steps. Collective."""
         if dist.is_initialized():
             self.leave()
         while True:
@@ -196,10 +193,7 @@ _PATIENCE_S = 1.0
 
 
 def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> None:
-    """Cuts a group's connections soon after `is_broken` says that a rank has left it.
-
-    For a rank that waits for a lost machine: nothing reports that the connection is dead.
-    """
+    """Cuts a group's connections soon after a rank has left: no error tells of a lost machine."""
     known = weakref.ref(group)
 
     def look() -> None:
@@ -262,8 +256,7 @@ def _finish() -> None:
 def _cut_connections(group: dist.ProcessGroup) -> None:
     """Closes all connections of a group, as a timeout in gloo does; `group.abort()` does not."""
     for peer in set(range(group.size())) - {group.rank()}:
-        # No message arrives, so the timeout closes all connections, including those to other peers.
-        # This raises at once if the peer's is closed.
+        # No message arrives, so the timeout closes all connections; if closed, this raises at once.
         with suppress(RuntimeError):
             group.recv([torch.empty(0)], peer, _TAG).wait(timedelta(milliseconds=1))
 
@@ -274,10 +267,7 @@ def _is_used(last: list[dist.ProcessGroup]) -> bool:
 
 
 def hand_on(state: Any, source: int) -> Any:
-    """Returns the state of rank `source` of the default group to every rank. Collective.
-
-    Like `broadcast_object_list`, but its waits end when a rank is lost.
-    """
+    """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective."""
     is_source = dist.get_rank() == source
     file = io.BytesIO()
     if is_source:

@@ -80,14 +80,12 @@ def empty(
 
 def register() -> str:
     """Registers backend and rendezvous; returns the name under which torch finds the backend."""
-    # From 2.14 on torch looks up every backend in its registry. Older versions always use torch's
-    # own backend for the name "mpi".
+    # From 2.14 on torch looks up every backend in its registry, before only those with other names.
     name = "mpi" if torch.__version__ >= "2.14" and not dist.is_mpi_available() else "mpi4py"
     register_backend(name, _create)
     dist.register_rendezvous_handler("mpi", _rendezvous)
     if name == "mpi":
-        # Programs ask `dist.is_mpi_available()` before they use "mpi". With the other name it must
-        # stay False, or torch would try to use its own backend.
+        # Programs ask this before they use "mpi". Under another name torch would use its own.
         dist.distributed_c10d._MPI_AVAILABLE = True
     return name
 
@@ -113,8 +111,7 @@ def _create(backend_options: Any, options: object) -> ProcessGroupMPI | CPUBacke
     return backend
 
 
-# Keeps each torch group's backend alive: with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the
-# backend and keeps only its C++ part.
+# Keeps each backend alive: with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch keeps only its C++ part.
 _behind: "weakref.WeakKeyDictionary[dist.ProcessGroup, CPUBackend]" = weakref.WeakKeyDictionary()
 
 

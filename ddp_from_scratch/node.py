@@ -25,10 +25,7 @@ Gloo = Callable[[], dist.ProcessGroup | None]
 
 
 class ProcessGroupNode(CollectivesGroup):
-    """A group that reduces in shared memory within a machine, and sends the rest through gloo.
-
-    `gloo` returns a gloo group of the same ranks; None once that group is closed.
-    """
+    """A group that reduces in shared memory within a machine, and sends the rest through gloo."""
 
     backend: ClassVar[str] = "node"
 

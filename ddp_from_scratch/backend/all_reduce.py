@@ -29,8 +29,7 @@ from ddp_from_scratch.backend.transport import Transport, write_back
 # With several machines, tensors of at least this many bytes are summed on each machine first.
 STAGED_FROM = 512 * 1024
 
-# Up to this many bytes over all ranks, each rank receives every tensor and sums them itself: for
-# small tensors the number of messages sets the time.
+# Up to so many bytes over all ranks, each receives and sums all: the number of messages counts.
 GATHERED = 64 * 1024
 
 Receive = Callable[[int, torch.Tensor], None]
@@ -71,10 +70,7 @@ class AllReduce:
     def __call__(
         self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None = None
     ) -> list[torch.Tensor]:
-        """Replaces `tensor` by its reduction over all ranks. Called after the ranks have met.
-
-        Sums cross between machines in the dtype `crossing`, by default the tensor's own.
-        """
+        """Replaces the tensor by its reduction over all ranks, after they have met."""
         if buffers := self._eager(tensor.shape, tensor.dtype):
             total = tensor
             if tensor.dtype != reduction.dtype:
@@ -153,10 +149,7 @@ class AllReduce:
         crossing: torch.dtype | None = None,
         keep: bool = False,
     ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        """Yields chunks of the shares, each with its reduction over all machines.
-
-        The reduction may lie in the first share's chunk, unless `keep` protects the shares.
-        """
+        """Yields chunks of the shares with their reductions, in the first chunk unless `keep`."""
         wide = shares[0].dtype == reduction.dtype
         # One of the two divides an average: on this machine where that is exact, or keeps a sum in
         # 16 bits from overflow, else across machines, so a machine with one rank rounds nothing.

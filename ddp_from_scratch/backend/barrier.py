@@ -18,7 +18,6 @@ from ddp_from_scratch.backend.operations import (
     FINGERPRINT_NBYTES,
     describe_difference,
     fingerprint_of,
-    mark_place,
     name_ranks,
     operation_in,
     split_fingerprints,
@@ -90,8 +89,7 @@ class BarrierMemory:
 # Advances messages in flight; returns the seconds until it must be called again.
 Progress = Callable[[], float]
 
-# Seconds between a sleeping rank's checks for lost ranks; the second in a job that continues
-# without them.
+# Seconds between a sleeping rank's checks for lost ranks; the second where a job goes on without.
 _CHECK_EVERY = 0.5
 _CHECK_SOON = 0.02
 
@@ -221,9 +219,10 @@ class CheckedBarrier:
         """Publishes on each machine the fingerprints of every machine's first rank."""
         if self.rank == 0:
             own = self._memory.fingerprints[0][parity]
-            # Other machines see this fingerprint alone, so it must show that places differ here.
+            # Other machines see this fingerprint alone, so it must show that places differ here, by
+            # one that no rank gives.
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
-                mark_place(own)
+                own[bytes(own).index(b"\n") + 1] = ord("*")
             arrived = self._nodes.peers.begin_allgather(own, self._memory.heard[parity])
             # Polled with growing pauses, since no semaphore reaches another machine.
             pause = 1e-5

@@ -32,10 +32,7 @@ PAUSE = 1e-3
 
 
 class P2PWork(dist.Work):
-    """The work handle of a send or receive. It keeps the tensor alive until MPI is done with it.
-
-    MPI sends `dense` or receives into it; `into` is the caller's tensor for a receive.
-    """
+    """The work handle of a message. It keeps the tensor alive until MPI is done with it."""
 
     def __init__(
         self,
@@ -144,16 +141,14 @@ class ProcessGroupMPI(CollectivesGroup):
     def __init__(
         self, communicator: MPI.Intracomm, timeout: timedelta, store: dist.Store | None = None
     ) -> None:
-        # A duplicate keeps other libraries' messages apart. Messages and collectives share it: they
-        # differ in tags, and collectives run one at a time.
+        # A duplicate keeps other libraries apart. Messages and collectives differ in tags.
         self._communicator = communicator.Dup()
         super().__init__(MPITransport(self._communicator), timeout, progress)
         self._store = store  # None once it is installed
 
     @property
     def bound_device_id(self) -> None:
-        # Between recording the default store and passing it to a new group, torch reads only this
-        # property, so the store is installed here, too.
+        # torch reads only this between recording the default store and passing it to a new group.
         self.install_store()
 
     @bound_device_id.setter
@@ -199,11 +194,7 @@ class ProcessGroupMPI(CollectivesGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Returns when every rank has called it; raises a RuntimeError if a rank is late.
-
-        It uses messages only, so it can diagnose a group whose collectives hang: rank 0 receives
-        from each rank, and answers with a missing rank.
-        """
+        """Names a rank that is late. It uses messages only, for a group whose collectives hang."""
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         rank, others = self.rank(), range(1, self.size())
         if rank != 0:

@@ -72,10 +72,7 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def check_world(environ: Mapping[str, str] = os.environ) -> None:
-    """Checks the launcher of a program that may set RANK and WORLD_SIZE for its own purposes.
-
-    Both count only if MPI sees a single process and nothing shows that mpirun started it.
-    """
+    """Checks the launcher. RANK and WORLD_SIZE do not count where MPI sees several ranks."""
     others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
     by_mpirun = environment.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
     check_launcher(others if by_mpirun or MPI.COMM_WORLD.size > 1 else environ)
@@ -96,10 +93,7 @@ def _note_failure(*failure: Any) -> None:
 
 
 def _end_at_once_after_failure() -> None:
-    """Exits after an uncaught exception before mpi4py finalizes MPI, which would hang.
-
-    The other ranks wait for this one; the launcher sees the abnormal exit and stops them.
-    """
+    """Exits after an uncaught exception before mpi4py finalizes MPI, which would hang."""
     if _failed:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -111,18 +105,14 @@ atexit.register(_end_at_once_after_failure)
 
 
 def store(placement: Placement, timeout: timedelta) -> dist.Store:
-    """Opens a store for all ranks of the MPI job. Collective.
-
-    It is an unnamed private file on one machine, and a TCP port of rank 0 across machines.
-    """
+    """Opens a private file as the job's store; across machines a port of rank 0. Collective."""
     if placement.one_machine:
         file = None
         if placement.rank == 0:
             handle, file = tempfile.mkstemp(prefix="ddp-")
             os.close(handle)
         file = broadcast_object(file)
-        # On Linux this path works without the file's name, so the last rank to open it removes the
-        # name, and the job leaves nothing behind. The descriptor stays open for later groups.
+        # On Linux this path works without a name, which the last rank removes. It stays open.
         own = f"/proc/self/fd/{os.open(file, os.O_RDWR)}"
         has_way = os.path.exists(own)
         private = dist.FileStore(own if has_way else file, placement.world_size)
@@ -139,10 +129,7 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
 
 
 def is_placeholder(store: dist.Store) -> bool:
-    """True for a store that stores nothing, under any prefixes.
-
-    torch passes one to a default group with the "mpi" backend, which in torch needs no store.
-    """
+    """True for what torch passes to a default group with the "mpi" backend: it stores nothing."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return type(store) is dist.Store

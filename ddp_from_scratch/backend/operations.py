@@ -27,8 +27,8 @@ def _bits(*names: str) -> int:
     return functools.reduce(operator.or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
 
 
-# Dispatch keys of tensors whose memory does not hold their values: subclasses such as FakeTensor
-# and DTensor, tensors under functionalize and vmap, and lazily negated or conjugated views.
+# Dispatch keys of tensors whose memory does not hold their values: subclasses such as DTensor,
+# others under functionalize and vmap, and lazily negated or conjugated views.
 _TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
 _LAZY = _bits("Negative", "Conjugate")
 # The keys of a plain CPU tensor.
@@ -37,14 +37,9 @@ PLAIN = _bits("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")
 _OVERLAPS = 1  # torch's MemOverlap::Yes
 
 
-def size_of(tensor: torch.Tensor) -> str:
-    """`10 x torch.float32`."""
-    return elements(tensor.numel(), tensor.dtype)
-
-
-def elements(numel: int, dtype: torch.dtype) -> str:
-    """`10 x torch.float32`."""
-    return f"{numel} x {dtype}"
+def size_of(*tensors: torch.Tensor) -> str:
+    """`10, 20 x torch.float32`."""
+    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
 
 
 def check_memory(
@@ -83,11 +78,6 @@ def check_memory(
                 f"this one are one place in memory (shape {tuple(tensor.shape)}, strides "
                 f"{tensor.stride()}), as after expand(): call contiguous() first"
             )
-
-
-def sizes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """`10, 20 x torch.float32`."""
-    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
 
 
 def split_rows(
@@ -159,11 +149,6 @@ def fingerprint_of(operation: str, place: str) -> bytes:
         short = f"{operation[:150]}... (checksum {zlib.crc32(operation.encode()):08x})"
         encoded = f"{short}\n{place[:50]}\0".encode()
     return encoded
-
-
-def mark_place(encoded: memoryview) -> None:
-    """Marks the place as one that no rank gives."""
-    encoded[bytes(encoded).index(b"\n") + 1] = ord("*")
 
 
 def operation_in(encoded: bytes) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.all_reduce import AllReduce, Receive
 from ddp_from_scratch.backend.barrier import CheckedBarrier, Progress
-from ddp_from_scratch.backend.operations import PLAIN, caller, check_memory, elements, size_of
+from ddp_from_scratch.backend.operations import PLAIN, caller, check_memory, size_of
 from ddp_from_scratch.backend.reduction import REDUCED, ReduceOp, Reduction
 from ddp_from_scratch.backend.shared_memory import Nodes
 from ddp_from_scratch.backend.stage import Exchange, Stage, Windows
@@ -31,17 +31,13 @@ from ddp_from_scratch.backend.work import NodeWork, Operation, Result, Worker, r
 from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
 
 Tensors = Sequence[torch.Tensor]
-Make = Callable[[int, torch.dtype], torch.Tensor]
 
 # torch's options for a call with `async_op=False`: the caller waits at once.
 _AT_ONCE = SimpleNamespace(asyncOp=False)
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A process group that reduces in shared memory within a machine.
-
-    Threads that wait call `progress`. The ranks meet at `checked_barrier` before each operation.
-    """
+    """A process group that reduces in shared memory; threads that wait call `progress`."""
 
     backend: ClassVar[str]
     # Each backend defines this: makes the group of `ranks`, which are ranks in this group.
@@ -66,8 +62,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._exchange = Exchange(self._nodes, self.checked_barrier, self._stage)
         # Cached, since making the text takes as long as summing a small tensor.
         self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
-        # True if 1/n is exact. `ReduceOp.AVG` then gives the same bits as a division before the
-        # sum, as in torch's DDP. Otherwise AVG divides the sum, which gives other bits.
+        # True if 1/n is exact: AVG has the bits of torch's DDP, which divides before the sum.
         self.divides_first = everyone.size.bit_count() == 1
         self._timeout = timeout
         self._sequence = 0  # numbers the calls in error messages
@@ -172,7 +167,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, numel: int, dtype: torch.dtype, op: ReduceOp, suffix: str
     ) -> tuple[str, Reduction]:
         reduction = Reduction.of(op, dtype, self.size())
-        return f"all_reduce({reduction.name}) of {elements(numel, dtype)}{suffix}", reduction
+        return f"all_reduce({reduction.name}) of {numel} x {dtype}{suffix}", reduction
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._submit("barrier", [], opts, [Operation("barrier", list)])
@@ -201,15 +196,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes a flat uninitialised tensor in shared memory, one per rank. Collective."""
-        return self._allocate("empty", self._windows.empty, numel, dtype)
+        return self._allocate("empty", numel, dtype, False)
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes one such tensor for all ranks of a machine. Collective."""
-        return self._allocate("empty_for_all", self._windows.empty_for_all, numel, dtype)
+        return self._allocate("empty_for_all", numel, dtype, True)
 
-    def _allocate(self, kind: str, make: Make, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        kind = f"{self.backend}.{kind}"
-        operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype)])
+    def _allocate(self, kind: str, numel: int, dtype: torch.dtype, for_all: bool) -> torch.Tensor:
+        kind, make = f"{self.backend}.{kind}", self._windows.empty
+        operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype, for_all)])
         work = self._submit(kind, [], None, [operation])
         work.wait()
         (tensor,) = work.result()

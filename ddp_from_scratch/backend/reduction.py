@@ -11,8 +11,7 @@ import torch.distributed as dist
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 Combine = Callable[..., torch.Tensor]
 
-# Elements per call: small enough to stay in the processor's cache between operations, and large
-# enough to make the cost of a call negligible.
+# Elements per call: few enough to stay in the processor's cache, enough to make a call worth it.
 CHUNK = 256 * 1024
 
 # Reduced in float32, so a fold rounds only once.
@@ -69,10 +68,7 @@ class Reduction:
         return self.op.name
 
     def fold(self, tensors: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
-        """Reduces tensors of one shape into `scratch`, and returns it.
-
-        `scratch` has the reduction's dtype and may be the first tensor itself.
-        """
+        """Reduces tensors of one shape into `scratch`, maybe the first itself, and returns it."""
         # Always in rank order, since sums of floats depend on the order.
         wide = tensors
         if tensors[0].dtype != self.dtype:

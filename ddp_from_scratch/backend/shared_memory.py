@@ -55,8 +55,7 @@ def _spin(semaphore: ctypes.c_void_p) -> bool:
 
 def _sleep(semaphore: ctypes.c_void_p, deadline: float) -> bool:
     """Decrements the counter once it is above zero; True if it did. May return early."""
-    # The system call takes a wall-clock time, and the clock may be set, so deadlines are short. A
-    # signal also ends the call, so Ctrl-C works.
+    # The call takes wall-clock time, which may be set: deadlines are short. A signal ends it.
     seconds = time.time() + max(deadline - time.monotonic(), 0.0)
     until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     return int(_sleeping.sem_timedwait(semaphore, ctypes.byref(until))) == 0
@@ -74,15 +73,12 @@ class DisseminationBarrier:
     r + 3 x 4^k, where the distance is less than n, and waits for the ranks that wake it. After
     log4(n) rounds every rank knows that all have arrived.
 
-    Args:
-        addresses: by rank, where its `semaphores_nbytes(size)` bytes lie in this process.
-        rank: this rank, which creates its own semaphores; no other may `wait` before that.
+    Each rank makes its own `semaphores_nbytes(size)` at `addresses[rank]`, before any may `wait`.
     """
 
     def __init__(self, addresses: Sequence[int], rank: int) -> None:
         self._rounds: list[tuple[list[ctypes.c_void_p], list[ctypes.c_void_p]]] = []
-        # Each distance in each round has its own semaphore, so a second post of a fast rank cannot
-        # replace the first post of a slow one.
+        # One for each distance and round, so a fast rank's post is not taken for a slow one's.
         places = count(0, SEMAPHORE_NBYTES)
         for distances in rounds_of(len(addresses)):
             wakes, waits = [], []
@@ -122,8 +118,7 @@ def rounds_of(size: int) -> list[list[int]]:
 # For tensors that outlive a call: outside of inference mode, nobody may write to one made in it.
 LASTING = torch.inference_mode(False)
 
-# Bytes, more than the barriers of a machine need. A group tries to map them before it makes its
-# barrier, where other machines would wait for ranks that found no room.
+# Bytes, more than a barrier needs. A group tries to map them before others would wait for it.
 _TO_MEET = 2**20
 
 
@@ -206,8 +201,7 @@ def _map(node: Transport, nbytes: int) -> mmap.mmap:
             mapped = _map_file(path, identity, nbytes)
     except OSError as error:
         problem = str(error)
-    # All ranks learn of any rank's problem, so none waits for a rank that has given up. Until then
-    # the first rank keeps the file open, since the others open it through its descriptor.
+    # All ranks learn of any rank's problem. Until then the others open the file by its descriptor.
     problems = [text for text in node.allgather(problem) if text]
     if file >= 0:
         os.close(file)

@@ -32,10 +32,8 @@ class Stage:
     in the slot after that of the last piece. The constructor is collective.
 
     Attributes:
-        owners: how many ranks of a machine reduce a share: as many as the smallest machine has, so
-            every share has an owner on every machine.
-        shares_memory: True if two ranks of some machine share memory, and no machine has failed to
-            map a stage.
+        owners: how many ranks of each machine reduce a share: those of the smallest machine.
+        shares_memory: True if two ranks of some machine share memory, and all can map a stage.
     """
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier) -> None:
@@ -73,10 +71,7 @@ class Stage:
         self._copy_in(self._pieces[0])
 
     def shares(self) -> Iterator[list[torch.Tensor]]:
-        """Yields for each piece this rank's share of it, from every rank.
-
-        The caller writes the result to the first one before it asks for the next.
-        """
+        """Yields by piece every rank's part of this rank's share; the result goes to the first."""
         for number, piece in enumerate(self._pieces):
             parts, shares = self._views(piece.numel(), piece.dtype, self._slot)
             yield shares
@@ -97,10 +92,7 @@ class Stage:
     def publish(
         self, sent: Sequence[torch.Tensor], most: int
     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yields for each piece where it begins in its rank's bytes, and every rank's piece.
-
-        `sent` are this rank's bytes. No rank has more than `most`.
-        """
+        """Yields where each piece of `sent` begins, and every rank's; none has more than `most`."""
         for begin in range(0, most, self._nbytes):
             parts, _ = self._views(self._nbytes, torch.uint8, self._slot)
             at = -begin
@@ -254,11 +246,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Windows:
-    """A group's tensors in shared memory.
-
-    A rank unmaps memory without tensors at the next `empty` or at the end of the group. The memory
-    is free once the last rank has unmapped it.
-    """
+    """A group's tensors in shared memory, which `empty` unmaps once this rank has dropped them."""
 
     def __init__(self, node: Transport) -> None:
         self._node = node
@@ -268,17 +256,11 @@ class Windows:
         self._memories: dict[int, tuple[int, SharedMemory]] = {}
         self._made = 0
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Makes a flat, uninitialised tensor per rank, or raises NoSharedMemory. Collective."""
-        return self._make(numel, dtype, self._node.rank)
-
-    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Makes one such tensor for all ranks of the machine. Collective."""
-        return self._make(numel, dtype, 0)
-
-    def _make(self, numel: int, dtype: torch.dtype, owner: int) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, for_all: bool = False) -> torch.Tensor:
+        """Makes a flat, uninitialised tensor, one per rank or for all ranks of the machine."""
         self.free_unused()
         self._made += 1  # even if it fails below, since it may succeed on other machines
+        owner = 0 if for_all else self._node.rank
         mine = owner == self._node.rank
         memory = SharedMemory(self._node, numel * dtype.itemsize if mine else 0)
         self._memories[memory.addresses[owner]] = (self._made, memory)
@@ -310,8 +292,7 @@ class Windows:
 
     def free_unused(self) -> None:
         """Unmaps memory in which no tensor of this rank lies any more."""
-        # Other ranks may still use it: each has its own mapping, and none can reduce in place
-        # without this rank's tensor.
+        # Other ranks may still use it: each has a mapping of its own.
         for address, (_, memory) in list(self._memories.items()):
             if not memory.in_use:
                 self._memories.pop(address)

@@ -92,8 +92,7 @@ class ProcessWatch:
 
 def this_machine() -> str:
     """Returns a name that no other machine has."""
-    # The kernel's boot id, since host names may coincide, and the network namespace: a container
-    # with its own network counts as a machine.
+    # Host names may coincide; a container with its own network counts as a machine.
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return f"process {os.getpid()}"  # not Linux, where ranks share no memory
@@ -182,16 +181,14 @@ class GlooTransport:
         )
 
     def free(self) -> None:
-        # A Reducer may keep a closed group alive. torch's store is a server on rank 0, whose port
-        # the next default group may need.
+        # A Reducer may keep a closed group alive. The next group may need the store's port.
         self._opened = None
         self.__dict__.pop("store", None)
         self.processes = ProcessWatch([])  # closed with the last transport that has it
 
     @property
     def _gloo(self) -> dist.ProcessGroup:
-        # Not a cached_property, which has one lock for all groups up to Python 3.11: two groups
-        # that two ranks open in different orders would deadlock.
+        # Not a cached_property: with its one lock (Python 3.11) two groups could deadlock.
         if self._opened is None:
             try:
                 self._opened = open_gloo(self.store, self.rank, self.size, self.timeout)

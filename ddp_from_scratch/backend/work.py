@@ -128,8 +128,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[NodeWork, Run] | None] = SimpleQueue()
-        # Submitted and unfinished work. It is added before it can begin and removed after it has
-        # ended, so a thread that finds the set empty may run an operation at once.
+        # Submitted and unfinished work; a thread that finds it empty may run an operation at once.
         self._queued: set[NodeWork] = set()
         self._turn = threading.Lock()  # held while an operation runs
         self._closed = False
@@ -149,8 +148,7 @@ class Worker:
         if at_once and not self._queued and self._turn.acquire(blocking=False):
             self._execute(work, run)
         elif threading.get_ident() == self._thread.ident:
-            # A future's callback submits from the worker thread itself and may wait for the result,
-            # so this thread runs the queue first, and then the new operation.
+            # A future's callback submits here and may wait, so this thread runs the queue first.
             while self._queued and (item := self._queue.get()) is not None:
                 self._take(*item)
             self._take(work, run)

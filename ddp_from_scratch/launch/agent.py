@@ -59,8 +59,7 @@ class Agent:
     3. End: stop the ranks that still run.
     """
 
-    # Sent at the first stop signal, the second, and so on. Not SIGINT: a Python that is still
-    # importing answers it with a traceback.
+    # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
     ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
 
     def __init__(

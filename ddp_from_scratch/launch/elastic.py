@@ -174,8 +174,7 @@ class ElasticAgent(Agent):
         if code - 128 in STOPS and not self._received:
             self._received.append(code - 128)
         if self._received:
-            # Ranks that were asked to stop exit one after another with the signal's code. If one
-            # was killed instead, the others wait for a rank that is gone.
+            # As in `Agent._watch`.
             died = code < 0 and member in self._generation.members
             return self._stopped() if died or not self._living else None
         if self._server_code() is not None:
@@ -236,8 +235,7 @@ class ElasticAgent(Agent):
             self._children[member].poll() or self._store.member(member).arrived < number
             for member in set(members) - present
         )
-        # A process that joins waits a moment: members that have not arrived at the last generation
-        # yet would leave the others waiting there.
+        # One that joins waits a moment, until all members have come to the last generation.
         is_settled = time.monotonic() - self._announced_at > _SETTLED_S
         if lost or asking & present or (asking and is_settled):
             self._announce(present | asking)

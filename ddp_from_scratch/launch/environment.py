@@ -67,8 +67,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     """The launcher of this process: "torchrun", "mpirun", "srun" or "none"."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
-    # mpirun before srun: inside a Slurm job both are set, but srun's variables describe the daemon
-    # that mpirun started.
+    # mpirun before srun: in a Slurm job srun's variables may describe the daemon of mpirun.
     step_size = environ.get("SLURM_STEP_NUM_TASKS")
     if "OMPI_COMM_WORLD_RANK" in environ or environ.get("PMI_SIZE", step_size) != step_size:
         return "mpirun"
@@ -223,9 +222,8 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
 
 def choose_interface(placement: Placement) -> None:
     """Selects loopback for a single machine, else the interface that reaches the master."""
-    # By default gloo takes the interface of the host name, and nccl the first one: on one machine a
-    # port open to others, on several often the wrong one. A process of an elastic job begins in a
-    # world of one, even on several machines.
+    # By default gloo takes the interface of the host name, and nccl the first one: often a wrong
+    # one, or one open to others. An elastic process begins in a world of one on any machine.
     found = None
     if placement.one_machine and MACHINE_0 not in os.environ:
         # Not needed if the user chose another interface.

@@ -178,8 +178,7 @@ def replace_closed_streams() -> None:
     """Opens /dev/null for each closed standard stream (`>&-`)."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            # /dev/null gets the lowest free file descriptor, which is the stream's. Otherwise the
-            # next socket or file would get it, and with it all output.
+            # /dev/null gets the stream's file descriptor, or the next file would, with all output.
             stream = open(os.devnull, "r+")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)

@@ -44,10 +44,7 @@ _PAUSE_S = 0.2  # between a failed `accept` and the next
 
 
 class Rendezvous:
-    """A store on machine 0 for the agents and ranks of several machines.
-
-    Takes the arguments of `start_ranks`. `environment` has variables for the ranks.
-    """
+    """A store on machine 0 for the agents and ranks of all, and variables for the ranks."""
 
     def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
         # May fail, so a new secret is printed only afterwards.
@@ -55,8 +52,7 @@ class Rendezvous:
         secret = _secret(node_rank, addr, port)
         if node_rank > 0:
             answers = _await_answer(addr, port, secret, timeout)
-        # Machine 0's store listens on loopback; other machines reach it through their agents and
-        # the gate.
+        # Where machine 0's store listens; on the others, what their agents forward to its gate.
         inside = socket.create_server(("127.0.0.1", 0))
         local: int = inside.getsockname()[1]
         self._listeners = outside or [inside]
@@ -187,11 +183,7 @@ class StrangerError(Exception):
 
 
 def prove(connection: socket.socket, secret: bytes, end: float) -> None:
-    """Proves to machine 0 that this side knows the secret, and verifies that machine 0 does.
-
-    Raises a StrangerError if the other end refuses or is not machine 0, an OSError if nothing
-    answers before `end`.
-    """
+    """Proves to machine 0 that this side knows the secret, and verifies that machine 0 does."""
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_GREETING + mine)
     greeting = _receive(connection, len(_GREETING), end)
@@ -224,10 +216,7 @@ def check(connection: socket.socket, secret: bytes) -> None:
 
 
 def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
-    """Forwards each connection to the one that `onward` opens for it, until `listener` is closed.
-
-    `onward` may raise OSError or StrangerError.
-    """
+    """Forwards each connection to the one that `onward` opens, until `listener` is closed."""
 
     def accept() -> None:
         while listener.fileno() >= 0:
@@ -274,8 +263,7 @@ def _receive(connection: socket.socket, count: int, end: float) -> bytes:
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
-    # Covers both ends' nonces, so that no proof can be replayed, and the name of the side, so that
-    # no proof can be reflected.
+    # Both ends' nonces, so that no proof can be replayed, and the side's name against reflection.
     return hmac.digest(secret, who + b"\0" + nonces, hashlib.sha256)
 
 

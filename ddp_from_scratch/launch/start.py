@@ -140,10 +140,7 @@ def start_ranks(
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
-    """Runs `mpirun -n NPROC COMMAND` on this machine; returns its exit code, as `start_ranks` does.
-
-    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1.
-    """
+    """Runs `mpirun -n NPROC COMMAND` on this machine; returns its exit code."""
     environment.require_loopback()
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
@@ -157,8 +154,7 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
 class _MpirunAgent(Agent):
     """One child, mpirun, which watches the ranks itself."""
 
-    # mpirun forwards SIGUSR1 and otherwise ignores it. After any other signal Open MPI kills its
-    # ranks 0.2 s later, too early for a checkpoint, and no setting changes that.
+    # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
     ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 
     def _spawn(self, environ: dict[str, str]) -> Child:

@@ -69,18 +69,6 @@ def over_machines(world, sizes):
         tensor = (torch.empty(PIECE_ACROSS) if r == outside else shared).fill_(r + 1)
         dist.all_reduce(tensor, group=group)
         assert tensor.eq(n * (n + 1) / 2).all()
-    for numel in (1, 1000):
-        tensor = torch.full((numel, 2), r)[:, 0]
-        dist.broadcast(tensor, n - 1, group=group)
-        assert tensor.eq(n - 1).all()
-    parts = [torch.empty(s + 1) for s in range(n)]
-    dist.all_to_all(parts, [torch.full((r + 1,), float(r))] * n, group=group)
-    assert all(part.eq(s).all() for s, part in enumerate(parts))
-    dist.all_gather(parts, torch.full((r + 1,), r + 1.0), group=group)
-    assert all(part.eq(s + 1).all() for s, part in enumerate(parts))
-    flags = torch.tensor([r == 0, False])
-    dist.all_reduce(flags, group=group)
-    assert flags.tolist() == [True, False]
     tensor = torch.full((5,), r + 1.0)
     group.average_on_machine(tensor).wait()
     here = [rank + 1 for rank in range(n) if machines(sizes, rank) == machines(sizes, r)]

@@ -75,31 +75,21 @@ def job(unmet):
     return unmet
 
 
-def test_orders_go_there_and_exit_codes_and_signals_come_back(job):
-    job.ranks[2].send_signal(signal.SIGTERM)
-    assert job.ranks[1].poll() is None
+def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
     job.reports(signals=[15])
     job.after(1)
-    job.reports({1: None, 2: 3}, signals=[15, 2])
+    job.reports({1: 3, 2: None}, signals=[15, 2])
     job.after(1)
-    state = job.after(1)
     assert job.machines.signals == [15, 2]
-    assert state["orders"] == {"1": [["start", 1, 0], ["start", 2, 0], ["signal", 2, 15]]}
-    assert (job.ranks[1].poll(), job.ranks[2].poll(), job.ranks[2].wait()) == (None, 3, 3)
-
-
-def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
-    job.reports({1: 0, 2: None})
-    job.after(1)
     job.after(nodes.LOST_S)
     assert not job.machines.is_lost(1)
     state = job.after(1)
     assert job.machines.is_lost(1)
-    assert (job.ranks[1].poll(), job.ranks[2].poll()) == (0, -signal.SIGKILL)
+    assert (job.ranks[1].wait(), job.ranks[2].wait()) == (3, -signal.SIGKILL)
     # Only the way to it may be gone: the one that still runs there must not continue.
     assert state["orders"]["1"][2:] == [["signal", 2, signal.SIGKILL]]
     job.most = 0
-    job.reports({1: 0, 2: 0})
+    job.reports({1: 3, 2: 0})
     job.after(1)
     assert (job.machines.is_lost(1), job.joined) == (True, [])
     # Others continue: it may join.
