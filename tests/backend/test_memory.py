@@ -18,7 +18,6 @@ from tests.support.tiers import slow
 
 
 def maps():
-    """Address and file of each part of this process's memory."""
     with open("/proc/self/maps") as lines:
         for line in lines:
             address, *_, file = [*line.split(maxsplit=5), ""][:6]
@@ -27,7 +26,6 @@ def maps():
 
 
 def mapped():
-    """MB that are mapped of memory which ranks share."""
     return sum(len(addresses) for addresses, file in maps() if "memfd:ddp" in file) / 2**20
 
 
@@ -106,7 +104,6 @@ def one_rank_without_room(world, name, rank):
     [("mpi", "_nameless_file", 0), ("node", "_map_file", 1)],
 )
 def test_one_rank_without_room_is_heard_by_all_at_once(ranks, backend, name, rank):
-    """Whoever makes the memory, or one that wants to use it: all do without, and go on."""
     ranks(backend, 2)(one_rank_without_room, name, rank)
 
 

@@ -88,7 +88,6 @@ def test_several_machines(ranks, backend, sizes):
 
 
 def asleep(seconds, sleep=time.sleep):
-    """Longer than any timeout here: what has the same one may be first to see it."""
     sleep(max(seconds, 0.7))
 
 
@@ -114,13 +113,6 @@ def test_failures_of_several_machines(ranks, backend, sizes):
     ranks(backend, sum(sizes))(failures_over_machines, sizes)
 
 
-REDUCED = {
-    dist.ReduceOp.SUM: lambda values: values.sum(0),
-    dist.ReduceOp.AVG: lambda values: values.sum(0) / len(values),
-    dist.ReduceOp.PRODUCT: lambda values: values.prod(0),
-    dist.ReduceOp.MIN: lambda values: values.amin(0),
-    dist.ReduceOp.MAX: lambda values: values.amax(0),
-}
 # Elements: none, fewer than ranks, on either side of what 2 and 3 ranks gather, of what is left to
 # messages, and more than are summed at a time.
 SIXTEEN_BIT_SIZES = (
@@ -132,19 +124,16 @@ SIXTEEN_BIT_SIZES = (
 def sixteen_bits(world, sizes):
     n, r = world.world_size, world.rank
     group = group_over(world, sizes)
-    kinds = [(torch.bfloat16, torch.empty), (torch.float16, torch.empty)]
-    for dtype, make in [*kinds, (torch.bfloat16, lambda n, dtype: group.empty(n, dtype))]:
+    for make in (torch.empty, lambda n, dtype: group.empty(n, dtype)):
         for numel in SIXTEEN_BIT_SIZES:
-            # Small integers and their thirds: exact, but for averages over 3, rounded at the end.
+            # Small integers: exact, but for averages over 3, rounded at the end.
             values = torch.arange(n * numel).view(n, numel).remainder(7).sub(3).float()
-            tensor = make(numel, dtype=dtype)
-            for op, reduced in REDUCED.items():
+            tensor = make(numel, dtype=torch.bfloat16)
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
                 tensor.copy_(values[r])
                 dist.all_reduce(tensor, op, group=group)
-                if op == dist.ReduceOp.AVG:
-                    torch.testing.assert_close(tensor, reduced(values).to(dtype))
-                else:
-                    assert tensor.equal(reduced(values).to(dtype)), (numel, op)
+                total = values.sum(0) / (n if op == dist.ReduceOp.AVG else 1)
+                torch.testing.assert_close(tensor, total.bfloat16())
     # Whatever the values, the bits are everybody's.
     generator = torch.Generator().manual_seed(r)
     for numel in SIXTEEN_BIT_SIZES:

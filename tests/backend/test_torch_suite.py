@@ -25,7 +25,6 @@ REASONS = re.compile(
 
 
 def read(folder):
-    """{test: [its last line on each rank]}, in the order in which they ran."""
     found = {}
     for rank in range(RANKS):
         lines = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]

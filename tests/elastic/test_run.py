@@ -151,7 +151,6 @@ while (where, step) == ("stepped", 5) and me < 3 and max(job_store().generation.
 
 @pytest.mark.slow
 def test_one_joins_and_trains(quiet, tmp_path):
-    """It has not noted in a step what these options note."""
     found = ends(tmp_path / "out", ONE_JOINS, static_graph=True, check_every=1, straggler_every=4)
     assert found == [quiet] * 3
     assert (tmp_path / "out" / "trained").read_text() == "7"

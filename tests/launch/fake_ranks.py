@@ -18,7 +18,6 @@ LIMIT_S = 10.0  # more than any time that a agent waits by itself
 
 
 def number_of(text):
-    """The signal of this name, without SIG."""
     return signal.Signals[f"SIG{text}"]
 
 
@@ -46,7 +45,6 @@ class Rank:
             self.code = -number
 
     def __str__(self):
-        """The signals that it got, and where 5 s passed between two."""
         text, before = [], float("inf")
         for number, now in self.signals:
             text += ["5s"] * (now - before >= 5.0) + [signal.Signals(number).name[3:]]
@@ -55,12 +53,10 @@ class Rank:
 
 
 class StillRuns(Exception):
-    """The agent has not ended long after the last event."""
+    pass
 
 
 class Job:
-    """The ranks, the clock, and what other machines say."""
-
     def __init__(self, monkeypatch):
         self.now, self._until, self._events = 100.0, 100.0, iter(())
         self.ranks = []
@@ -150,7 +146,6 @@ class Job:
         self.ranks[int(rank)].is_stopped = True
 
     def gets(self, name):
-        """The agent's own process gets a signal."""
         signal.raise_signal(number_of(name))
 
     def fails_elsewhere(self):
@@ -171,7 +166,6 @@ class Job:
         self.says(member, arrived=self.said.generation.number)
 
     def asks(self, member):
-        """For the next generation."""
         self.says(member, asks=self.said.generation.number + 1)
 
     def can_use(self, member, ranks):
@@ -183,7 +177,6 @@ class Job:
         self.ranks[int(member)].code = 1
 
     def generation(self, number, members):
-        """Holds that this is the present one."""
         now = self.said.generation
         assert (now.number, now.members) == (int(number), [*map(int, members)])
 
@@ -195,13 +188,11 @@ class Job:
     # Events of machine 0.
 
     def comes(self, ticket):
-        """An agent of machine 1 asks to be let in."""
         assert self.store.add("tickets", 1) == int(ticket)
         arrival = {"node": 1, "counts": [1, 2], "elastic": True, "asked": {}}
         self.store.set(f"arrival {ticket}", json.dumps(arrival))
 
     def reports(self, ticket):
-        """It lives."""
         report = {"codes": {}, "signals": [], "ended": False, "left": False}
         report["beat"] = self.now
         self.store.set(f"report {ticket}", json.dumps(report))
@@ -233,5 +224,4 @@ class Job:
         self.link.silent_since = {"begins": self.now, "ends": float("inf")}[silent]
 
     def reported(self, name):
-        """Holds which signal machine 0 is told of."""
         assert self.link.report["signals"] == [number_of(name)]

@@ -91,7 +91,6 @@ def rank_of(number):
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_ranks_that_end_together(name, job, capfd):
-    """On one of several machines, which hear of a failure."""
     job.may_all_leave = True
     check(TOGETHER[name], job, capfd, Agent(["true"], rank_of, range(3), peers=job))
     assert job.told == [TOGETHER[name].told] * bool(TOGETHER[name].told)
@@ -278,8 +277,6 @@ def test_a_machine_is_lost_and_comes_again(job, capfd):
 
 
 class Link:
-    """In the place of the thread that talks to machine 0; always heard."""
-
     ticket, timeout, job = 7, 40.0, None
     is_closed, silent_since = False, float("inf")
 

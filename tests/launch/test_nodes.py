@@ -15,8 +15,6 @@ from ddp_from_scratch.launch.nodes import Nodes
 
 
 class Job:
-    """Machine 0, by a clock of the test's."""
-
     def __init__(self, monkeypatch, counts, elastic):
         self.now, self.beat = 100.0, 0
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
@@ -37,7 +35,6 @@ class Job:
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def reports(self, codes=(), ticket=1, **more):
-        """An agent reports these processes' exit codes."""
         self.beat += 1
         report = {"codes": dict(codes), "signals": [], "failure": None, "beat": self.beat}
         report |= {"ended": False, "left": False} | more
@@ -49,7 +46,6 @@ class Job:
             self.after(1)
 
     def after(self, seconds):
-        """The job's state when so many seconds have passed."""
         self.now += seconds
         self.machines.exchange()
         self.joined += self.machines.admit(self.most, 3)
@@ -70,7 +66,6 @@ def unmet(monkeypatch):
 
 @pytest.fixture
 def job(unmet):
-    """Machine 1 has joined."""
     assert unmet.comes(1, 1, 2) == ""
     return unmet
 
@@ -152,7 +147,6 @@ def test_a_machine_that_is_new(job, capfd):
 
 @pytest.fixture
 def together(monkeypatch):
-    """Three machines that end together."""
     return Job(monkeypatch, [1, 1, 1], elastic=False)
 
 

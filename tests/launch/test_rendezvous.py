@@ -27,7 +27,6 @@ def port(monkeypatch):
 
 @pytest.fixture
 def machine(port):
-    """Opens machine `node_rank` of a job, in this process."""
     opened = []
 
     def open_one(node_rank, timeout=30.0):
@@ -53,7 +52,6 @@ def test_a_port_that_is_taken(machine, port):
 
 
 def listening_at(port):
-    """The addresses at which somebody listens on it."""
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -160,8 +158,6 @@ def test_both_know_the_secret_which_is_of_no_use_to_who_has_heard_it(pair):
 
 
 def test_a_machine_0_that_does_not_know_it_is_refused(pair):
-    """It lets everybody in, and would be told addresses."""
-
     def pretend(connection):
         connection.recv(1000)
         connection.sendall(rendezvous._GREETING + bytes(32))

@@ -80,7 +80,6 @@ class Run:
         return 128 - code if code < 0 else code
 
     def wait_for(self, text: str, limit: float = LIMIT_S) -> None:
-        """Until it has printed `text`."""
         end = time.monotonic() + limit
         while True:
             ended = self.process.poll() is not None
@@ -94,7 +93,6 @@ class Run:
         self.process.send_signal(number)
 
     def processes(self) -> dict[int, str]:
-        """What still runs: process numbers and command lines."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -145,7 +143,6 @@ FAILURES = {"raise_in_backward": raise_in_backward, "kill": kill}
 
 
 def main(failure: str, arguments: list[str]) -> int:
-    """run.py's part of one rank, with a Trainer that fails."""
     from ddp_from_scratch import process_group
     from ddp_from_scratch.training.cli import parse
     from ddp_from_scratch.training.loop import Trainer

@@ -24,11 +24,7 @@ class _Named:
 
 
 def on(crew: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of a function that takes a `world`, and what pytest gives besides.
-
-    Args:
-        crew: a fixture that is a crew, or a backend and a size, such as "gloo-2".
-    """
+    """Makes a test of a function that takes a `world`; `crew` is a fixture, or such as "gloo-2"."""
     backend, _, size = crew.partition("-")
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

@@ -69,11 +69,7 @@ def _state() -> dict[str, Any]:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Raises AssertionError if the block leaves the process otherwise than it found it.
-
-    Reducers that it has left are removed, process groups closed, and random number generators put
-    back, without a word.
-    """
+    """Puts a rank's process in order after the block; raises AssertionError where it cannot."""
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
     opened = dict(dist.distributed_c10d._world.pg_names)
     before = _state()
@@ -102,6 +98,5 @@ def unchanged() -> Iterator[None]:
 
 
 def describe(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Names what differs, with both values."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return "; ".join(f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)

@@ -35,12 +35,7 @@ LIMIT_S = CALL_LIMIT_S / 2  # of a collective
 
 
 class Crew:
-    """The ranks of one process group, waiting for functions to call.
-
-    Args:
-        backend, world_size: of the process group.
-        fresh: True for the ranks of a single test, which may change their processes.
-    """
+    """The ranks of one process group, waiting for functions to call; `fresh` ones for one test."""
 
     def __init__(self, backend: str, world_size: int, fresh: bool = False) -> None:
         self.backend, self.world_size = backend, world_size
@@ -100,10 +95,7 @@ class Crew:
         limit: float = CALL_LIMIT_S,
         dies: int | None = None,
     ) -> list[Any]:
-        """Calls `function(world, *arguments)` on every rank; the results in order of rank.
-
-        The rank `dies` must end its process; its result is None, and the crew is of no more use.
-        """
+        """Calls `function(world, *arguments)` on every rank; the rank `dies` ends its process."""
         for connection in self._connections:
             connection.send((function, arguments))
         results: dict[int, Any] = {}
@@ -238,14 +230,7 @@ def _node_group() -> Any:
 
 
 def serve(backend: str, address: str, fresh: str, log: str | None = None) -> None:
-    """A rank: calls what the test sends, until the test is gone.
-
-    Args:
-        backend: of the process group.
-        address: the test's socket.
-        fresh: "fresh=True" for ranks of one test, which may leave its process changed.
-        log: where it prints; None leaves that to who has started it.
-    """
+    """A rank: calls what the test sends, until the test is gone; prints to `log`, if given."""
     if log is not None:
         file = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)

@@ -36,7 +36,7 @@ LIMIT_S = 600.0  # of virtual time: a job that lasts longer waits for ever
 
 
 class Killed(BaseException):
-    """Ends a task whose process is gone."""
+    pass
 
 
 class NoStore(RuntimeError):
@@ -79,8 +79,6 @@ class Process:
 
 
 class Task:
-    """A thread of a process."""
-
     def __init__(self, process: Process, function: Callable[[], Any], is_main: bool = True) -> None:
         self.process, self.wakes, self.done = process, process.sim.now, False
         self.go = threading.Semaphore(0)
@@ -138,8 +136,6 @@ class Store:
 
 
 class Group:
-    """A gloo group of one generation."""
-
     def __init__(self, number: int, size: int) -> None:
         self.number, self.size = number, size
         self.members: dict[int, Process] = {}
@@ -148,8 +144,7 @@ class Group:
         self.rounds: dict[int, dict[int, Any]] = {}
         self.done: set[int] = set()
 
-    def set_timeout(self, timeout: Any) -> None:
-        pass
+    set_timeout = Mock()
 
 
 class Work:
@@ -217,20 +212,12 @@ REPLACED = {
     node_agent: "time say threading",
     membership: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
     "cut_when_broken",
-    elasticity: "dist hand_on wait",
+    elasticity: "dist hand_on",
 }
 
 
 class Simulation:
-    """One job.
-
-    Attributes:
-        code: the exit code of machine 0's agent.
-        wrong: what should not have happened.
-        said: the lines that the agents have printed.
-        newest: the last generation that has finished a collective.
-        values: by step, the optimizer's state before it.
-    """
+    """One job; `code` is the exit code of machine 0's agent."""
 
     def __init__(self, seed: int) -> None:
         self.random, self.now, self.messages = random.Random(seed), 0.0, 0
@@ -241,10 +228,11 @@ class Simulation:
         self.groups: dict[int, Group] = {}
         self.ranks: list[Process] = []
         self.cut: set[int] = set()  # machines
-        self.said: list[str] = []
-        self.wrong: list[str] = []
-        self.values: dict[int, int] = {}
-        self.newest = 0
+        self.said: list[str] = []  # by the agents
+        self.say = self.said.append
+        self.wrong: list[str] = []  # what should not have happened
+        self.values: dict[int, int] = {}  # by step, the optimizer's state before it
+        self.newest = 0  # the last generation that has finished a collective
         self.counts = self.random.choice([[3], [4], [2, 2], [1, 2], [2, 1, 1]])
         self.agents: dict[int, Process] = {}
         for machine in range(len(self.counts)):
@@ -377,7 +365,6 @@ class Simulation:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """The running task's; another one runs meanwhile."""
         self.check_alive()
         task = self.running
         task.wakes = self.now + seconds * self.random.uniform(1.0, 1.2)
@@ -397,9 +384,6 @@ class Simulation:
 
     def _is_stopped(self, child: Any) -> bool:
         return getattr(child, "stopped", False)
-
-    def say(self, text: str) -> None:
-        self.said.append(text)
 
     @property
     def environ(self) -> Any:
@@ -426,11 +410,10 @@ class Simulation:
             self.process.group.left.add(self.process.rank)
             self.process.group = None
 
-    def look_for_lost_ranks(self, is_broken: Callable[[], bool]) -> None:
+    def cut_when_broken(self, group: Group, is_broken: Callable[[], bool]) -> None:
         self.process.is_broken = is_broken
 
-    def cut_when_broken(self, group: Group, is_broken: Callable[[], bool]) -> None:
-        pass
+    look_for_lost_ranks = Mock()
 
     @property
     def group(self) -> Any:
@@ -448,12 +431,8 @@ class Simulation:
     def hand_on(self, state: Any, source: int) -> Any:
         return Work(self, pickle.dumps(state), lambda given: pickle.loads(given[source])).wait()
 
-    def wait(self, work: Work) -> None:
-        work.wait()
-
 
 def result() -> int:
-    """What the optimizer holds after all steps."""
     optimizer = Optimizer()
     for step in range(STEPS):
         optimizer.step(step + 1)

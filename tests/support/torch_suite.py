@@ -83,7 +83,6 @@ def load(backend: str) -> ModuleType:
 
 
 def reason_withheld(test: Any) -> str:
-    """Why a decorator of torch's refuses the test for this backend; empty when none does."""
     return str(getattr(test, "__unittest_skip_why__", ""))
 
 

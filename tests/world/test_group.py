@@ -161,7 +161,6 @@ PROGRAM = """
 def test_a_group_leaves_nothing_is_opened_again_and_closed_at_exit(
     launcher, backend, what, tmp_path
 ):
-    """A thread that lets go of a tensor while Python ends aborts the process, its work done."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     with Run(*LAUNCHERS[launcher], str(program), backend, what) as run:
