@@ -23,12 +23,6 @@ ROW = EAGER_NBYTES  # elements, enough to be staged
 PATIENCE = timedelta(seconds=20)
 
 
-def backends_and(*all_sizes):
-    """Node over the first of these in the quick tier; over all, mpi and node in turn."""
-    rest = [slow(("mpi", "node")[i % 2], sizes) for i, sizes in enumerate(all_sizes)]
-    return pytest.mark.parametrize(("backend", "sizes"), [("node", all_sizes[0]), *rest])
-
-
 def test_two_groups_may_open_their_connections_at_a_time():
     """In two threads, on another rank in another order: neither may wait for the other here."""
     begun, second, found = threading.Event(), threading.Event(), []
@@ -82,11 +76,6 @@ def over_machines(world, sizes):
     dist.destroy_process_group(group)
 
 
-@backends_and((2, 1), (2, 2), (1, 1))
-def test_several_machines(ranks, backend, sizes):
-    ranks(backend, sum(sizes))(over_machines, sizes)
-
-
 def asleep(seconds, sleep=time.sleep):
     sleep(max(seconds, 0.7))
 
@@ -106,11 +95,6 @@ def failures_over_machines(world, sizes):
     with pytest.raises(RuntimeError, match=r"different operations: .* another machine's ranks all"):
         dist.all_reduce(torch.ones(5 if near else 6), group=group)
     dist.destroy_process_group(group)
-
-
-@backends_and((2, 1), (1, 1))
-def test_failures_of_several_machines(ranks, backend, sizes):
-    ranks(backend, sum(sizes))(failures_over_machines, sizes)
 
 
 # Elements: none, fewer than ranks, on either side of what 2 and 3 ranks gather, of what is left to
@@ -151,11 +135,6 @@ def sixteen_bits(world, sizes):
     dist.destroy_process_group(group)
 
 
-@backends_and((2, 1), (1, 1, 1), (1, 2))
-def test_sixteen_bit_floats_over_several_machines(ranks, backend, sizes):
-    ranks(backend, sum(sizes))(sixteen_bits, sizes)
-
-
 def roundings(world, sizes):
     """How often 16-bit floats are rounded: 1 + 2**-8 is not a bfloat16, and rounds to 1."""
     group, alone = group_over(world, sizes), max(sizes) == 1
@@ -173,9 +152,21 @@ def roundings(world, sizes):
     dist.destroy_process_group(group)
 
 
-@backends_and((2, 1), (1, 1, 1))
-def test_sixteen_bit_floats_are_rounded_again_only_after_a_machines_sum(ranks, backend, sizes):
-    ranks(backend, 3)(roundings, sizes)
+# Each with the machines' sizes: node over the first in the quick tier; mpi and node in turn.
+CALLED = {
+    over_machines: [(2, 1), (2, 2), (1, 1)],
+    failures_over_machines: [(2, 1), (1, 1)],
+    sixteen_bits: [(2, 1), (1, 1, 1), (1, 2)],
+    roundings: [(2, 1), (1, 1, 1)],
+}
+CASES = [(called, "node", every[0]) for called, every in CALLED.items()]
+for called, every in CALLED.items():
+    CASES += [slow(called, ("mpi", "node")[i % 2], sizes) for i, sizes in enumerate(every)]
+
+
+@pytest.mark.parametrize(("called", "backend", "sizes"), CASES)
+def test_several_machines(ranks, called, backend, sizes):
+    ranks(backend, sum(sizes))(called, sizes)
 
 
 def a_machine_that_falls_silent(world, folder):

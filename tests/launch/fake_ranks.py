@@ -6,7 +6,6 @@ Before each poll of the agent the next event happens: a method of `Job` with its
 Between events that `&` joins the agent does not look.
 """
 
-import json
 import signal
 
 import torch.distributed as dist
@@ -61,8 +60,7 @@ class Job:
         self.now, self._until, self._events = 100.0, 100.0, iter(())
         self.ranks = []
         self.on_start = lambda: None
-        self.store = dist.HashStore()
-        self.said = JobStore(self.store)
+        self.said = JobStore(dist.HashStore())
         self.link = None  # to machine 0
         # The agents of other machines, for `Agent`.
         self.elsewhere, self.told, self.may_all_leave = None, [], False
@@ -168,9 +166,6 @@ class Job:
     def asks(self, member):
         self.says(member, asks=self.said.generation.number + 1)
 
-    def can_use(self, member, ranks):
-        self.says(member, most_ranks=int(ranks))
-
     def raises(self, member, step, text):
         self.arrives(member)
         self.says(member, failure=[int(step), text])
@@ -184,26 +179,6 @@ class Job:
         """Holds what the announcement says of arrivals: nothing, that it has begun, all steps."""
         now = self.said.generation
         assert (now.begun, [*now.steps]) == (what != "nothing", [*map(int, steps)])
-
-    # Events of machine 0.
-
-    def comes(self, ticket):
-        assert self.store.add("tickets", 1) == int(ticket)
-        arrival = {"node": 1, "counts": [1, 2], "elastic": True, "asked": {}}
-        self.store.set(f"arrival {ticket}", json.dumps(arrival))
-
-    def reports(self, ticket):
-        report = {"codes": {}, "signals": [], "ended": False, "left": False}
-        report["beat"] = self.now
-        self.store.set(f"report {ticket}", json.dumps(report))
-
-    def let_in(self, ticket, members):
-        assert self.store.get(f"answer {ticket}") == b""
-        orders = [["start", int(member), 0] for member in members]
-        assert json.loads(self.store.get("job"))["orders"][ticket] == orders
-
-    def refused(self, ticket, *told):
-        assert self.store.get(f"answer {ticket}").decode() == " ".join(told)
 
     # Events of another machine.
 

@@ -8,7 +8,6 @@ import pytest
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent
 from ddp_from_scratch.launch.node_agent import NodeAgent
-from ddp_from_scratch.launch.nodes import Nodes
 from ddp_from_scratch.launch.start import _MpirunAgent
 from tests.launch.fake_ranks import Job
 
@@ -252,28 +251,6 @@ def test_ranks_of_an_elastic_job(name, job, capfd):
 
 
 # Several machines ---------------------------------------------------------------------------------
-
-
-def test_a_machine_is_lost_and_comes_again(job, capfd):
-    events = (
-        "comes 1 | let_in 1 12"
-        " | reports 1 & train 012 | generation 1 012 | wait 6 | generation 2 0"
-        " | comes 2 | wait 0.1 | let_in 2 34 | reports 2 & asks 3 & asks 4 | wait 0.3"
-        " | generation 3 034"
-        " | reports 2 & train 3 | wait 6 | generation 4 0"
-        # It gives up at once what is lost again, and does not let more in than there is use for.
-        " | can_use 0 2 | comes 3 | refused 3 the job can use 2 ranks, and has 1 | ends 0 0"
-    )
-    nodes = Nodes(job.store, [1, 2], True, {}, 60.0)
-    agent = ElasticAgent(["true"], environment, [1, 2], 0, job.said, nodes=nodes)
-    assert job.run(agent, events) == 0
-    silence = "machine 1 has not answered for 5 s: its ranks are lost"
-    lost = "process {} was on machine 1: continuing with {}"
-    assert capfd.readouterr().err.splitlines() == [
-        *(silence, lost.format(1, "2 ranks"), lost.format(2, "1 rank")),
-        "machine 1 rejoined",
-        *(silence, lost.format(3, "2 ranks"), lost.format(4, "1 rank")),
-    ]
 
 
 class Link:

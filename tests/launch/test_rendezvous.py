@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import rendezvous
 from ddp_from_scratch.launch.rendezvous import Rendezvous, StrangerError
+from tests.support.ranks import listening
 
 HERE = "127.0.0.1"
 
@@ -51,20 +51,9 @@ def test_a_port_that_is_taken(machine, port):
     )
 
 
-def listening_at(port):
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            address, _, number = local.partition(":")
-            if state == "0A" and int(number, 16) == port:
-                found.append(address)
-    return found
-
-
 def test_machine_0_listens_on_its_address_alone_and_lets_no_stranger_in(machine, port, monkeypatch):
     machine(0)
-    assert listening_at(port) == ["0100007F"]
+    assert [address for address, at, _ in listening() if at == port] == ["0100007F"]
     with socket.create_connection((HERE, port)) as stranger, suppress(ConnectionError):
         stranger.sendall(b"x" * 30)  # as many bytes as a greeting has
         assert stranger.recv(1) == b""
