@@ -11,7 +11,6 @@ Importing this module registers the backend:
 ranks from MPI, and a store for the rendezvous of groups with other backends:
 
     torch.distributed.init_process_group(ddp_from_scratch.mpi.BACKEND, init_method="mpi://")
-
 """
 
 import weakref
@@ -47,24 +46,14 @@ __all__ = [
 
 
 def empty(
-    numel: int,
-    dtype: torch.dtype = torch.float32,
-    process_group: dist.ProcessGroup | None = None,
+    numel: int, dtype: torch.dtype = torch.float32, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Makes a flat tensor in memory that the machine's ranks share. Collective.
+    """Makes a flat, uninitialised tensor in memory that the machine's ranks share. Collective.
 
     `all_reduce` on it, or on a contiguous part of it, works in place and sends no message within
     the machine. In all other respects it is an ordinary CPU tensor. All ranks must call `empty`
     with the same arguments, in the same order as the group's other operations. The memory is freed
     once all ranks have dropped their tensors, at the group's next `empty` or at its end.
-
-    Args:
-        numel: the number of elements.
-        dtype: of the elements.
-        process_group: an mpi group; None means the default group.
-
-    Returns:
-        An uninitialised tensor of shape (numel,).
 
     Raises:
         ValueError: the group is not an mpi group, or `numel` is negative.

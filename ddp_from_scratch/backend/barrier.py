@@ -14,14 +14,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ddp_from_scratch.backend.operations import (
-    FINGERPRINT_NBYTES,
-    describe_difference,
-    fingerprint_of,
-    name_ranks,
-    operation_in,
-    split_fingerprints,
-)
+from ddp_from_scratch.backend import operations
+from ddp_from_scratch.backend.operations import FINGERPRINT_NBYTES, name_ranks
 from ddp_from_scratch.backend.shared_memory import (
     DisseminationBarrier,
     Nodes,
@@ -170,7 +164,7 @@ class CheckedBarrier:
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._number += 1
         parity = self.parity
-        own = fingerprint_of(operation, place)
+        own = operations.fingerprint_of(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
         self._met_at = self._waits + 1
         self.wait()
@@ -226,7 +220,13 @@ class CheckedBarrier:
             arrived = self._nodes.peers.begin_allgather(own, self._memory.heard[parity])
             # Polled with growing pauses, since no semaphore reaches another machine.
             pause = 1e-5
-            while not self._in_time(arrived):
+            while True:
+                try:
+                    if arrived():
+                        break
+                except RuntimeError:  # gloo has the same timeout, and may raise first
+                    if time.monotonic() <= self._deadline:
+                        raise
                 # A lost machine does not end the request either.
                 if time.monotonic() > self._deadline:
                     raise self._time_out()
@@ -234,18 +234,10 @@ class CheckedBarrier:
                 pause = min(2 * pause, 1e-3)
         self.wait()
 
-    def _in_time(self, arrived: Callable[[], bool]) -> bool:
-        try:
-            return arrived()
-        except RuntimeError:
-            if time.monotonic() <= self._deadline:
-                raise
-            return False  # gloo has the same timeout, and may raise first
-
     def _compare(self, own: bytes, parity: int) -> None:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._nodes.count > 1:
-            found += split_fingerprints(bytes(self._memory.heard[parity]))
+            found += operations.split_fingerprints(bytes(self._memory.heard[parity]))
         # Compared as bytes, since every collective pays for decoding.
         self.same_place = True
         for other in found:
@@ -253,10 +245,10 @@ class CheckedBarrier:
                 self.same_place = False
         if self.same_place:
             return
-        operations = [operation_in(other) for other in found]
-        if operations.count(operations[self.rank]) < len(operations):
-            here = list(zip(self._ranks, operations, strict=False))
-            difference = describe_difference(here, operations[self.size :])
+        called = [operations.operation_in(other) for other in found]
+        if called.count(called[self.rank]) < len(called):
+            here = list(zip(self._ranks, called, strict=False))
+            difference = operations.describe_difference(here, called[self.size :])
             raise self.fail(f"the ranks called different operations: {difference}")
 
     def _next_check(self) -> float:

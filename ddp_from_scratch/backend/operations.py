@@ -54,22 +54,16 @@ def check_memory(
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
         raise RuntimeError(f"{kind} on the {backend} backend cannot be traced: {_INSTEAD}")
     for tensor in (*tensors, *written):
+        needed, found = "a tensor with numbers in memory", ""
         if torch._C._dispatch_keys(tensor).raw_repr() & _TRANSFORMED:
-            raise RuntimeError(
-                f"{kind} on the {backend} backend needs a tensor with numbers in memory, got a "
-                f"{type(tensor).__name__} that stands for others: {_INSTEAD}"
-            )
-        if torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
-            raise RuntimeError(
-                f"{kind} on the {backend} backend needs a tensor with numbers in memory, got one "
-                f"that is negated or conjugated when it is read: call resolve_neg() or "
-                f"resolve_conj() first"
-            )
-        if not tensor.is_cpu or tensor.layout is not torch.strided:
-            raise RuntimeError(
-                f"{kind} on the {backend} backend needs dense tensors on a CPU, got "
-                f"{tensor.layout} on {tensor.device}"
-            )
+            found = f"a {type(tensor).__name__} that stands for others: {_INSTEAD}"
+        elif torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
+            found = "one that is negated or conjugated when it is read: call resolve_neg() or "
+            found += "resolve_conj() first"
+        elif not tensor.is_cpu or tensor.layout is not torch.strided:
+            needed, found = "dense tensors on a CPU", f"{tensor.layout} on {tensor.device}"
+        if found:
+            raise RuntimeError(f"{kind} on the {backend} backend needs {needed}, got {found}")
     for tensor in written:
         # The check of torch's `copy_`, which would raise only after the ranks have met.
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
