@@ -13,14 +13,9 @@ from importlib import import_module
 from typing import Any
 
 
-class _Named:
-    """A test's function, which is found by the test's name: pickle would find the test."""
-
-    def __init__(self, test: Callable[..., None]) -> None:
-        self.module, self.name = test.__module__, test.__name__
-
-    def __call__(self, world: Any, *arguments: Any) -> None:
-        getattr(import_module(self.module), self.name).on_rank(world, *arguments)
+def _call(world: Any, module: str, name: str, *arguments: Any) -> None:
+    # Pickle would find the test by the function's name.
+    getattr(import_module(module), name).on_rank(world, *arguments)
 
 
 def on(crew: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -33,7 +28,8 @@ def on(crew: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
         def test(**given: Any) -> None:
             found = given[fixture](backend, int(size)) if size else given[fixture]
-            found(_Named(function), *(given[name] for name in names))
+            test_of = function.__module__, function.__name__
+            found(_call, *test_of, *(given[name] for name in names))
 
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(test, name, getattr(function, name))

@@ -26,6 +26,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ddp_from_scratch.launch.environment import rank_environments
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkedRank, ForkServer, can_fork
 
 ROOT = Path(__file__).parents[2]
@@ -75,17 +76,10 @@ class Crew:
     def _commands(self, command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
         if self.backend == "mpi":
             return [(["mpirun", "-n", str(self.world_size), *command], os.environ | MPIRUN)]
-        file = str(Path(self._folder.name) / "rendezvous")
+        environ = os.environ | {"DDP_RENDEZVOUS_FILE": str(Path(self._folder.name) / "rendezvous")}
         return [
-            (
-                command,
-                os.environ
-                | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
-                | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world_size)}
-                | {"DDP_RENDEZVOUS_FILE": file}
-                | (on_gpu(rank) if self.backend == "nccl" else {}),
-            )
-            for rank in range(self.world_size)
+            (command, environ | place | (on_gpu(rank) if self.backend == "nccl" else {}))
+            for rank, place in enumerate(rank_environments([self.world_size], 0))
         ]
 
     def __call__(
@@ -100,19 +94,12 @@ class Crew:
             connection.send((function, arguments))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        while len(results) + len(errors) < self.world_size:
-            waiting = [
-                c for r, c in enumerate(self._connections) if r not in results and r not in errors
-            ]
-            ready = wait(waiting, limit)
+        while missing := sorted({*range(self.world_size)} - results.keys() - errors.keys()):
+            ready = wait([self._connections[rank] for rank in missing], limit)
             if not ready:
-                missing = [self._connections.index(c) for c in waiting]
-                stacks = self._stacks()
+                told = "\n".join([*errors.values(), self._stacks()])
                 self.end()
-                told = "\n".join(errors.values())
-                raise AssertionError(
-                    f"ranks {missing} did not end within {limit:g} s\n{told}\n{stacks}"
-                )
+                raise AssertionError(f"ranks {missing} did not end within {limit:g} s\n{told}")
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
                 try:
