@@ -40,7 +40,6 @@ class ElasticRun:
 
     @property
     def world(self) -> World:
-        """This rank's place in the current group."""
         return self._membership.world
 
     def attempts(self, steps: int) -> Iterator[AbstractContextManager[None]]:

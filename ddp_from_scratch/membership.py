@@ -133,12 +133,10 @@ class Membership:
             close_default_group()
 
     def lose(self, error: BaseException) -> None:
-        """Leaves the group after a communication error and asks for another one."""
         self.leave(error)
         self._ask_for_next(self._generation)
 
     def note_failure(self, step: int, error: BaseException) -> None:
-        """Reports the exception that ends this process, and leaves the group."""
         self._say(failure=[step, f"{type(error).__name__}: {error}"])
         if self.elastic:
             self.leave()

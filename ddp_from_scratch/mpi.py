@@ -80,7 +80,6 @@ def register() -> str:
 
 
 def _create(backend_options: Any, options: object) -> ProcessGroupMPI | CPUBackend:
-    """Makes the default group, or a group of `new_group` on its members."""
     timeout = backend_options.timeout
     kind = RecordedGroup if recorder_is_on() else ProcessGroupMPI
     if ranks := list(backend_options.global_ranks_in_group):
@@ -107,7 +106,6 @@ _behind: "weakref.WeakKeyDictionary[dist.ProcessGroup, CPUBackend]" = weakref.We
 def _rendezvous(
     url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Handles "mpi://" for torch: yields the store, this rank and the number of ranks."""
     check_world()
     place = placement()
     yield store(place, timeout), place.rank, place.world_size

@@ -317,7 +317,6 @@ def _torchrun_store(placement: Placement, timeout: timedelta) -> dist.Store | No
 
 
 def _private_folder() -> Path:
-    """Returns this user's folder for temporary files that others must not touch."""
     folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)

@@ -136,7 +136,6 @@ class CheckedBarrier:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of this machine that have not arrived at the last meeting."""
         return self._behind(self._memory.arrived, self._met_at)
 
     @property
@@ -149,7 +148,6 @@ class CheckedBarrier:
         return name_ranks(missing) or "a rank that has stopped"
 
     def _behind(self, numbers: Counters, wait: int) -> list[int]:
-        """Returns the ranks of this machine that are not as far as this wait."""
         pairs = zip(self._ranks, numbers, strict=True)
         return [rank for rank, number in pairs if number[0] < wait]
 
@@ -210,7 +208,6 @@ class CheckedBarrier:
         self._memory.free()
 
     def _exchange(self, parity: int) -> None:
-        """Publishes on each machine the fingerprints of every machine's first rank."""
         if self.rank == 0:
             own = self._memory.fingerprints[0][parity]
             # Other machines see this fingerprint alone, so it must show that places differ here, by

@@ -84,7 +84,6 @@ class P2PWork(dist.Work):
         _under_way.discard(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the message has arrived, or when a sent tensor can be reused."""
         # torch passes zero for "no timeout given".
         limit = (timeout if timeout and timeout > timedelta(0) else self._timeout).total_seconds()
         began = time.monotonic()

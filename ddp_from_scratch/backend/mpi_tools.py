@@ -156,7 +156,6 @@ class RecordedGroup(ProcessGroupMPI):
         return group
 
     def note(self, name: str, *arguments: Any, **options: Any) -> dist.Work:
-        """Records the call `name` with these arguments, runs it and returns its handle."""
         call: _Call = partial(getattr(super(), name), *arguments, **options)
         mine = self._on_its_way
         if mine.call is not None:

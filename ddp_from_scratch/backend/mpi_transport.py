@@ -154,7 +154,6 @@ def message(tensor: torch.Tensor) -> Any:
 
 @cache
 def _many_bytes(count: int) -> MPI.Datatype:
-    """Makes a datatype of `count` bytes, from blocks whose number fits in 32 bits."""
     # Never freed, since a committed type takes only a few words for each large size sent.
     blocks, rest = divmod(count, BLOCK)
     block = MPI.BYTE.Create_contiguous(BLOCK)

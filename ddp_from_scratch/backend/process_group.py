@@ -70,7 +70,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def shares_memory(self) -> bool:
-        """True if some two ranks of the group share a machine's memory."""
         return bool(self._stage.shares_memory)
 
     @property
@@ -180,7 +179,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Implements torch's method that allocates memory for fast communication."""
         try:
             return self.empty(size, dtype)
         except CommunicationError as error:
@@ -211,7 +209,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return tensor
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor lies in memory from `empty`."""
         return bool(self._windows.place(tensor))
 
     def free_unused(self) -> None:

@@ -98,7 +98,6 @@ class Reduction:
 
     @cached_property
     def undivided(self) -> "Reduction":
-        """The sum for an average; any other reduction itself."""
         return replace(self, divisor=1)
 
     @property

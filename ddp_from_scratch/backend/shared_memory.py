@@ -182,7 +182,6 @@ def can_share(node: Transport) -> bool:
 
 
 def _map(node: Transport, nbytes: int) -> mmap.mmap:
-    """Maps the same zeroed memory on all ranks of the node."""
     if node.size == 1:
         try:
             return mmap.mmap(-1, nbytes)
@@ -213,7 +212,6 @@ def _map(node: Transport, nbytes: int) -> mmap.mmap:
 
 
 def _nameless_file(nbytes: int) -> int:
-    """Opens an unnamed file of zeros in memory; raises an OSError if it cannot."""
     # Linux would grant more memory than there is, and then kill a process that writes to it.
     if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise OSError("this machine has less memory")
@@ -269,7 +267,6 @@ class Nodes:
 
     @property
     def here(self) -> "Nodes":
-        """Nodes of this machine's ranks alone."""
         return Nodes(self.node, self.node, self.node, count=1)
 
     def free(self) -> None:

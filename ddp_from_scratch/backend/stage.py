@@ -112,7 +112,6 @@ class Stage:
     def _make_views(
         self, numel: int, dtype: torch.dtype, slot: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns each rank's piece in a slot, and this rank's share of each."""
         assert self.memory is not None, "the stage is not open"
         begin, nbytes = slot * self._nbytes, numel * dtype.itemsize
         parts = [part[begin : begin + nbytes].view(dtype) for part in self.memory.segments]
@@ -205,7 +204,6 @@ class Exchange:
                 )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Replaces the tensor by the root's, after the ranks have met."""
         own = self._nodes.everyone.rank
         if self._nodes.count == 1:
             received = [tensor if rank == root else None for rank in range(self._size)]
@@ -279,7 +277,6 @@ class Windows:
         return f"window {number} at {tensor.data_ptr() - address}"
 
     def by_rank(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns every rank's tensor at the place of this one, flat."""
         address = tensor.untyped_storage().data_ptr()
         _, memory = self._memories[address]
         begin = tensor.data_ptr() - address
@@ -291,7 +288,6 @@ class Windows:
         return found
 
     def free_unused(self) -> None:
-        """Unmaps memory in which no tensor of this rank lies any more."""
         # Other ranks may still use it: each has a mapping of its own.
         for address, (_, memory) in list(self._memories.items()):
             if not memory.in_use:

@@ -214,7 +214,6 @@ class Agent:
         return {member: child for member, child in self._children.items() if child.poll() is None}
 
     def _kill_stopped(self) -> None:
-        """Kills children that have been stopped (SIGSTOP) for longer than `_STOPPED_S`."""
         now = time.monotonic()
         for member, child in self._running().items():
             if not _is_stopped(child):

@@ -241,7 +241,6 @@ class ElasticAgent(Agent):
             self._announce(present | asking)
 
     def _carriers(self) -> set[int]:
-        """Returns the living processes that have state to share."""
         return {m for m, said in self._said.items() if m in self._living and said.most_ranks}
 
     def _announce(self, members: set[int]) -> None:

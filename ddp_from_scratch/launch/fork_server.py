@@ -256,7 +256,6 @@ def _run(command: list[str]) -> None:
 def _print_traceback(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Prints a traceback without the server's frames at its top."""
     while traceback is not None and traceback.tb_frame.f_code is not _run.__code__:
         traceback = traceback.tb_next
     traceback = traceback and traceback.tb_next

@@ -70,7 +70,6 @@ class Link:
         return self.is_closed or (self.job is not None and self.job["end"] is not None)
 
     def close(self, code: int) -> None:
-        """Sends a last report; gives up after a second."""
         self.report["ended"] = self._last = True
         self._thread.join(1.0)
 

@@ -117,7 +117,6 @@ def _secret(node_rank: int, addr: str, port: int) -> bytes:
 
 
 def _listen(addr: str, port: int) -> list[socket.socket]:
-    """Listens on machine 0, on this address only."""
     not_here = f"--master-addr must be an address of machine 0, which this is, got {addr}"
     try:
         found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
@@ -239,7 +238,6 @@ def _join(connection: socket.socket, onward: Callable[[socket.socket], socket.so
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Copies bytes until one end closes, then closes both."""
     with suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
@@ -250,7 +248,6 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, count: int, end: float) -> bytes:
-    """Receives `count` bytes, or fewer if the other end hangs up."""
     received = b""
     while len(received) < count:
         # A timeout of 0 means non-blocking, and a negative one is refused.

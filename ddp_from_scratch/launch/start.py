@@ -179,7 +179,6 @@ _CALL = (
 
 
 def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
-    """Writes the function to a file in `folder`; returns a command that reads and calls it."""
     inner: Any = function
     while isinstance(inner, partial):
         inner = inner.func
