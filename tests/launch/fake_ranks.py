@@ -27,7 +27,6 @@ class Rank:
         self._job, self.environ = job, environ
         self.pid = self.code = None
         self.ignored = {0}
-        self.is_stopped = False
         self.signals = []
 
     def poll(self):
@@ -68,8 +67,7 @@ class Job:
             monkeypatch.setattr(module, "time", self)
         for module in (agent, start):
             monkeypatch.setattr(module, "subprocess", self)
-        stopped = lambda rank: isinstance(rank, Rank) and rank.is_stopped  # noqa: E731
-        monkeypatch.setattr(agent, "_is_stopped", stopped)
+        monkeypatch.setattr(agent, "_is_stopped", lambda rank: False)
 
     def run(self, agent, events=""):
         """The agent's exit code; None where it still runs after the last event."""
@@ -140,9 +138,6 @@ class Job:
         for rank in map(int, ranks):
             self.ranks[rank].ignored.update(map(number_of, names))
 
-    def stops(self, rank):
-        self.ranks[int(rank)].is_stopped = True
-
     def gets(self, name):
         signal.raise_signal(number_of(name))
 
@@ -174,11 +169,6 @@ class Job:
     def generation(self, number, members):
         now = self.said.generation
         assert (now.number, now.members) == (int(number), [*map(int, members)])
-
-    def announced(self, what, steps=""):
-        """Holds what the announcement says of arrivals: nothing, that it has begun, all steps."""
-        now = self.said.generation
-        assert (now.begun, [*now.steps]) == (what != "nothing", [*map(int, steps)])
 
     # Events of another machine.
 

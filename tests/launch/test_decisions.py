@@ -174,13 +174,6 @@ ELASTIC = {
         " | ends 3 0",
         *(0, "-, -, -, -", (KILLED_1,)),
     ),
-    "arrivals are announced": Case(
-        "arrives 0 | announced nothing | train 1 | announced begun | train 02 | announced all 000",
-        None,
-    ),
-    "one that lost a peer asks": Case(
-        "train 012 | asks 2 | generation 2 012 | wait 30 | generation 2 012", None
-    ),
     "one that ended well is not missed": Case(
         "train 012 | ends 0 0 | generation 1 012 | ends 1 KILL | generation 2 2 | ends 2 0",
         *(0, "", (lost(1, "KILL", 1, 1, of=0),), "", 0),
@@ -220,10 +213,6 @@ ELASTIC = {
     ),
     # Process 1 has not trained yet, as one may see it whose note comes late.
     "the only one that has trained": Case("train 0 | ends 0 KILL", 137, "", (last(0, "KILL"),)),
-    "one is stopped": Case(
-        "train 012 | stops 1 | wait 5.1 | generation 2 02",
-        *(None, "TERM, KILL, TERM, TERM", (KILLED_1,)),
-    ),
     "a signal stops all and replaces none": Case(
         f"train 012 | gets TERM & {SLOWLY} | asks 2 | wait 30 | ends 0 143 | ends 1 1 | wait 30"
         " | generation 1 012 | ends 2 143",

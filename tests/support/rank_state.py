@@ -30,15 +30,12 @@ def _state() -> dict[str, Any]:
     return {
         # What decides the bits of a computation.
         "torch.get_num_threads()": torch.get_num_threads(),
-        "torch.get_num_interop_threads()": torch.get_num_interop_threads(),
         "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
         "torch.backends.nnpack.enabled()": torch._C._get_nnpack_enabled(),
-        "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
-        "torch.get_autocast_dtype('cpu')": torch.get_autocast_dtype("cpu"),
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
         "converted in place": not torch.__future__.get_overwrite_module_params_on_conversion(),

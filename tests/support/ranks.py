@@ -166,9 +166,7 @@ MPIRUN = {
 def on_gpu(rank: int) -> dict[str, str]:
     """Gives each rank of an nccl group a GPU; with a single one, ranks share it.
 
-    Each is then as on a machine of its own: NCCL before 2.30 refuses two ranks on one GPU of one
-    machine, and tells machines apart by NCCL_HOSTID; later ones ask for a setting. Between machines
-    NCCL goes through sockets.
+    Each is then as on a machine of its own, or NCCL refuses; later versions ask for a setting.
     """
     import torch
 

@@ -210,16 +210,6 @@ class Operation:
         handles = dist.batch_isend_irecv([sends, receives])
         return handles, outputs, [self.values(before, self.count)]
 
-    def objects(self) -> Started:
-        count = self.count % 100
-        expected = self.everyones(count)
-        one, part, everyone = [expected[self.me]], [None], [None] * self.size
-        dist.all_gather_object(everyone, one[0], self.group)
-        dist.broadcast_object_list(one, group=self.group, group_src=self.root)
-        dist.scatter_object_list(part, expected, group=self.group, group_src=self.root)
-        received = [*map(torch.from_numpy, [*everyone, *one, *part])]
-        return [], received, [*expected, expected[self.root], expected[self.me]]
-
     def barrier(self) -> Started:
         return dist.barrier(**self.on), [], []
 
@@ -232,7 +222,7 @@ def numpy_type(dtype: torch.dtype) -> Any:
 KINDS = (
     *("all_reduce", "coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
     *("all_gather", "all_gather_into_tensor", "gather", "scatter", "all_to_all"),
-    *("all_to_all_single", "all_to_all_evenly", "ring", "objects", "barrier"),
+    *("all_to_all_single", "all_to_all_evenly", "ring", "barrier"),
 )
 
 
