@@ -8,11 +8,10 @@
 Each agent that arrives draws a ticket, which is part of its keys: a second agent on a machine gets
 none of the orders for the first.
 
-In a job that is not elastic each agent watches its own ranks and reports failures. In an elastic
-job machine 0 decides, and the other agents (`NodeAgent`) start and end ranks on its orders. A
-machine without a heartbeat for `LOST_S` is lost with its ranks. If machine 0 has none, the other
-machines end their ranks, so two halves of a job never both continue. No rank starts on a lost
-machine. When the machine answers again or its agent is restarted, it gets as many ranks as before.
+Each agent watches its own ranks and reports failures; in an elastic job machine 0 decides, and the
+other agents (`NodeAgent`) obey. A machine without a heartbeat for `LOST_S` is lost with its ranks,
+and gets as many when it answers again or its agent restarts. If machine 0 has no heartbeat, the
+others end their ranks, so two halves of a job never both continue.
 """
 
 import json
