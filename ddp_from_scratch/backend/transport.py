@@ -5,12 +5,12 @@ This module sends them over gloo, `mpi_transport.py` over MPI.
 
 import os
 import pickle
-import select
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -78,10 +78,8 @@ class ProcessWatch:
                     self._index_of[os.pidfd_open(pid)] = index
 
     def ended(self) -> list[int]:
-        poll = select.poll()
-        for descriptor in self._index_of:
-            poll.register(descriptor, select.POLLIN)
-        return [self._index_of[descriptor] for descriptor, _ in poll.poll(0)]
+        ready = wait(self._index_of, 0)
+        return [index for descriptor, index in self._index_of.items() if descriptor in ready]
 
     def close(self) -> None:
         while self._index_of:

@@ -13,7 +13,6 @@ import atexit
 import gc
 import os
 import runpy
-import select
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -164,15 +163,12 @@ def serve() -> None:
 
 def _serve(connection: Connection) -> list[str]:
     """Forks ranks. Returns the command in each rank, and never returns in the server."""
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
     running: dict[int, tuple[int, int]] = {}  # pidfd: the caller's index and the process id
     safe = _can_run_in_a_fork()
     while True:
-        for file, _ in poller.poll():
-            if file in running:
+        for file in wait([connection, *running]):
+            if isinstance(file, int):
                 index, pid = running.pop(file)
-                poller.unregister(file)
                 os.close(file)
                 # A zombie keeps its process id, so the caller's signal reaches no other process.
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -201,9 +197,7 @@ def _serve(connection: Connection) -> list[str]:
                     return list(command)
                 os.execv(command[0], command)
             connection.send((index, pid, None))
-            file = os.pidfd_open(pid)
-            running[file] = (index, pid)
-            poller.register(file, select.POLLIN)
+            running[os.pidfd_open(pid)] = (index, pid)
 
 
 def _can_run_in_a_fork() -> bool:
