@@ -36,13 +36,10 @@ class ElasticRun:
         self._stateful: list[Stateful] = [optimizer, *others]
         self._stepped = False  # True once the optimizer has stepped, which finishes the step
         optimizer.register_step_post_hook(self._note_step)
-        # 1 after `_exchange` if the generation is over for some rank.
-        self._over = torch.zeros(1, dtype=torch.int64)
         self._exchange: dist.Work | None = None
 
     @property
     def world(self) -> World:
-        """This rank's place in the current group."""
         return self._membership.world
 
     def attempts(self, steps: int) -> Iterator[AbstractContextManager[None]]:
@@ -62,54 +59,35 @@ class ElasticRun:
     def _attempt(self) -> Iterator[None]:
         self._stepped = False
         try:
-            self._ask()
-            yield
-            # The step is finished; only the exchange for the next step may fail now.
-            self._stepped = True
-            self._answer()
+            with self._recovering():
+                if self._membership.elastic:
+                    # Whether the generation is over for some rank. A new tensor: an aborted
+                    # exchange may still write to the old one.
+                    over = torch.tensor([int(self._membership.is_over)])
+                    self._exchange = dist.all_reduce(over, dist.ReduceOp.MAX, async_op=True)
+                yield
+                # The step is finished; only the exchange for the next step may fail now.
+                self._stepped = True
+                if self._exchange is not None:
+                    wait(self._exchange)
+                    self._exchange = None
+                    if over.item():  # on all ranks after the same step
+                        self._membership.leave()
         except Exception as error:
-            if not self._can_recover(error):
-                self._membership.note_failure(self.step, error)
-                raise
-            self._lose(error)
-        # A step with the averages of all ranks counts even if peers are lost after it: they get its
-        # result from this rank.
+            self._membership.note_failure(self.step, error)
+            raise
+        # A step with the averages of all ranks counts, even if peers are lost: they get its result.
         if self._stepped:
             self.step += 1
-
-    def _ask(self) -> None:
-        """Starts the exchange of whether the generation is over for some rank."""
-        if self._membership.elastic:
-            # A new tensor: an aborted exchange may still write to the old one.
-            self._over = torch.tensor([int(self._membership.is_over)])
-            self._exchange = dist.all_reduce(self._over, dist.ReduceOp.MAX, async_op=True)
-
-    def _answer(self) -> None:
-        """Leaves the group if the generation is over, on all ranks after the same step."""
-        if self._exchange is not None:
-            wait(self._exchange)
-            self._exchange = None
-            if self._over.item():
-                self._membership.leave()
-
-    def _lose(self, error: Exception) -> None:
-        """Drops everything that holds the group's connections, then the group."""
-        self._exchange = None
-        self._reducer.abort_step()
-        self._membership.lose(error)
 
     def _join(self) -> None:
         """Meets the other ranks and takes over the newest state; retries until that succeeds."""
         while not self._membership.in_group:
-            try:
+            with self._recovering():
                 meeting = self._membership.meet(self.step)
                 if not meeting.same_state:
                     self._take_state(meeting.source or 0)
                 self._membership.note_state()
-            except Exception as error:
-                if not self._can_recover(error):
-                    raise
-                self._lose(error)
             self._reducer.set_step(self.step)
 
     def _take_state(self, source: int) -> None:
@@ -128,17 +106,22 @@ class ElasticRun:
 
     def _end(self) -> bool:
         """Meets the other ranks after the last step; False if one was lost before."""
-        try:
+        with self._recovering():
             wait(of_member(dist.barrier(async_op=True)))
-        except Exception as error:
-            if not self._can_recover(error):
-                raise
-            self._lose(error)
-            return False
-        return True
+            return True
+        return False
 
-    def _can_recover(self, error: Exception) -> bool:
-        return self._membership.elastic and is_communication_error(error)
+    @contextmanager
+    def _recovering(self) -> Iterator[None]:
+        """On a lost rank, drops everything that holds the group's connections, then the group."""
+        try:
+            yield
+        except Exception as error:
+            if not self._membership.elastic or not is_communication_error(error):
+                raise
+            self._exchange = None
+            self._reducer.abort_step()
+            self._membership.lose(error)
 
     def _note_step(self, *_: object) -> None:
         if self._stepped:

@@ -28,8 +28,8 @@ from ddp_from_scratch.node import abandon_beside
 from ddp_from_scratch.waiting import look_for_lost_ranks, wait
 from ddp_from_scratch.world import World, replace_group
 
-# Seconds for ranks to connect once all have arrived. If one dies meanwhile, the others wait up to 5
-# times as long, because gloo retries. Doubled after each failure, for slow machines.
+# Seconds to connect once all have arrived; if one dies, gloo's retries take up to 5 times as long.
+# Doubled after each failure, for slow machines.
 _CONNECT_S = 0.5
 _STORE_TIMEOUT = timedelta(seconds=10)
 _POLL_S = 0.005
@@ -42,8 +42,8 @@ class Meeting(NamedTuple):
     same_state: bool  # True if all have finished the same number of steps
 
 
-def tcp_store() -> dist.TCPStore:
-    """Connects to the store on machine 0, which the agents of several machines share."""
+def _tcp_store() -> dist.TCPStore:
+    # On machine 0; the agents of several machines share it.
     port = int(os.environ["MASTER_PORT"])
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
 
@@ -51,7 +51,7 @@ def tcp_store() -> dist.TCPStore:
 def job_store() -> JobStore:
     """Returns the store for messages between this job's agent and its processes."""
     if MACHINE_0 in os.environ:
-        return JobStore(tcp_store())
+        return JobStore(_tcp_store())
     return JobStore(FileStore(Path(os.environ[RENDEZVOUS_FILE]).parent))
 
 
@@ -62,9 +62,7 @@ class Membership:
     `most_ranks` ranks can share a step; a collective may take `timeout` seconds.
 
     Attributes:
-        world: the current one.
-        elastic: True if the job's agent replaces lost ranks. Otherwise there is one generation,
-            from the start.
+        elastic: True if the job's agent replaces lost ranks. Otherwise there is one generation.
         took_over: True on rank 0, unless this is the first group of the job's first process.
     """
 
@@ -96,10 +94,7 @@ class Membership:
         return self._store.generation.number > self._generation.number
 
     def meet(self, step: int) -> Meeting:
-        """Opens the next generation's group, after `step` finished steps. Collective.
-
-        Processes keep their order: rank 0 stays rank 0 as long as it lives.
-        """
+        """Opens the group of the next generation, after `step` finished steps. Collective."""
         if dist.is_initialized():
             self.leave()
         while True:
@@ -138,12 +133,10 @@ class Membership:
             close_default_group()
 
     def lose(self, error: BaseException) -> None:
-        """Leaves the group after a communication error and asks for another one."""
         self.leave(error)
         self._ask_for_next(self._generation)
 
     def note_failure(self, step: int, error: BaseException) -> None:
-        """Reports the exception that ends this process, and leaves the group."""
         self._say(failure=[step, f"{type(error).__name__}: {error}"])
         if self.elastic:
             self.leave()
@@ -156,7 +149,7 @@ class Membership:
     def _group_store(self, generation: Generation) -> dist.Store:
         number = generation.number
         if MACHINE_0 in os.environ:
-            return dist.PrefixStore(f"generation {number}", tcp_store())
+            return dist.PrefixStore(f"generation {number}", _tcp_store())
         file = Path(os.environ[RENDEZVOUS_FILE]).with_name(f"store-{number}")
         return dist.FileStore(str(file), len(generation.members))
 
@@ -198,10 +191,7 @@ _PATIENCE_S = 1.0
 
 
 def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> None:
-    """Cuts a group's connections soon after `is_broken` says that a rank has left it.
-
-    For a rank that waits for a lost machine: nothing reports that the connection is dead.
-    """
+    """Cuts a group's connections soon after a rank has left: no error tells of a lost machine."""
     known = weakref.ref(group)
 
     def look() -> None:
@@ -264,8 +254,7 @@ def _finish() -> None:
 def _cut_connections(group: dist.ProcessGroup) -> None:
     """Closes all connections of a group, as a timeout in gloo does; `group.abort()` does not."""
     for peer in set(range(group.size())) - {group.rank()}:
-        # No message arrives, so the timeout closes all connections, including those to other peers.
-        # This raises at once if the peer's is closed.
+        # No message arrives, so the timeout closes all connections; if closed, this raises at once.
         with suppress(RuntimeError):
             group.recv([torch.empty(0)], peer, _TAG).wait(timedelta(milliseconds=1))
 
@@ -276,10 +265,7 @@ def _is_used(last: list[dist.ProcessGroup]) -> bool:
 
 
 def hand_on(state: Any, source: int) -> Any:
-    """Returns the state of rank `source` of the default group to every rank. Collective.
-
-    Like `broadcast_object_list`, but its waits end when a rank is lost.
-    """
+    """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective."""
     is_source = dist.get_rank() == source
     file = io.BytesIO()
     if is_source:

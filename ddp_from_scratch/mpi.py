@@ -11,7 +11,6 @@ Importing this module registers the backend:
 ranks from MPI, and a store for the rendezvous of groups with other backends:
 
     torch.distributed.init_process_group(ddp_from_scratch.mpi.BACKEND, init_method="mpi://")
-
 """
 
 import weakref
@@ -33,6 +32,7 @@ from ddp_from_scratch.backend.mpi_transport import (
     placement,
     store,
 )
+from ddp_from_scratch.backend.process_group import register_backend
 
 __all__ = [
     "BACKEND",
@@ -46,24 +46,14 @@ __all__ = [
 
 
 def empty(
-    numel: int,
-    dtype: torch.dtype = torch.float32,
-    process_group: dist.ProcessGroup | None = None,
+    numel: int, dtype: torch.dtype = torch.float32, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Makes a flat tensor in memory that the machine's ranks share. Collective.
+    """Makes a flat, uninitialised tensor in memory that the machine's ranks share. Collective.
 
     `all_reduce` on it, or on a contiguous part of it, works in place and sends no message within
     the machine. In all other respects it is an ordinary CPU tensor. All ranks must call `empty`
     with the same arguments, in the same order as the group's other operations. The memory is freed
     once all ranks have dropped their tensors, at the group's next `empty` or at its end.
-
-    Args:
-        numel: the number of elements.
-        dtype: of the elements.
-        process_group: an mpi group; None means the default group.
-
-    Returns:
-        An uninitialised tensor of shape (numel,).
 
     Raises:
         ValueError: the group is not an mpi group, or `numel` is negative.
@@ -79,56 +69,43 @@ def empty(
 
 def register() -> str:
     """Registers backend and rendezvous; returns the name under which torch finds the backend."""
-    # From 2.14 on torch looks up every backend in its registry. Older versions always use torch's
-    # own backend for the name "mpi".
+    # From 2.14 on torch looks up every backend in its registry, before only those with other names.
     name = "mpi" if torch.__version__ >= "2.14" and not dist.is_mpi_available() else "mpi4py"
-    # Otherwise torch attaches a recorder to the group's C++ backends. This group has none, and
-    # records its calls itself (`RecordedGroup`).
-    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    recording.add(name)
-    dist.Backend.register_backend(name, _create, extended_api=True, devices=["cpu"])
+    register_backend(name, _create)
     dist.register_rendezvous_handler("mpi", _rendezvous)
     if name == "mpi":
-        # Programs ask `dist.is_mpi_available()` before they use "mpi". With the other name it must
-        # stay False, or torch would try to use its own backend.
+        # Programs ask this before they use "mpi". Under another name torch would use its own.
         dist.distributed_c10d._MPI_AVAILABLE = True
     return name
 
 
 def _create(backend_options: Any, options: object) -> ProcessGroupMPI | CPUBackend:
-    """Makes the default group, or a group of `new_group` on its members."""
-    group = _open(backend_options)
+    timeout = backend_options.timeout
+    kind = RecordedGroup if recorder_is_on() else ProcessGroupMPI
+    if ranks := list(backend_options.global_ranks_in_group):
+        group = create_subgroup(MPI.COMM_WORLD, ranks, timeout, kind)
+    else:
+        check_world()  # before any collective: a rank that MPI takes for a job would not notice
+        needs_store = is_placeholder(backend_options.store)
+        own_store = store(placement(), timeout) if needs_store else None
+        group = kind(MPI.COMM_WORLD, timeout, store=own_store)
     # If torch's group has no backend for GPUs, its name is "custom", and our group replaces it. A
     # backend behind torch's group has poorer work handles (`CPUBackend`).
     if not IS_OFFERED or (whole := backend_options.process_group).name() == "custom":
         return group
     group.setGroupName(backend_options.group_id)
     group.setGroupDesc("on CPUs")
-    _behind[whole] = backend = CPUBackend(group, backend_options.timeout)
+    _behind[whole] = backend = CPUBackend(group, timeout)
     return backend
 
 
-# Keeps each torch group's backend alive: with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch wraps the
-# backend and keeps only its C++ part.
+# Keeps each backend alive: with TORCH_DISTRIBUTED_DEBUG=DETAIL, torch keeps only its C++ part.
 _behind: "weakref.WeakKeyDictionary[dist.ProcessGroup, CPUBackend]" = weakref.WeakKeyDictionary()
-
-
-def _open(backend_options: Any) -> ProcessGroupMPI:
-    timeout = backend_options.timeout
-    kind = RecordedGroup if recorder_is_on() else ProcessGroupMPI
-    ranks = list(backend_options.global_ranks_in_group)
-    if ranks:
-        return create_subgroup(MPI.COMM_WORLD, ranks, timeout, kind)
-    check_world()  # before any collective: a rank that MPI takes for a whole job would not notice
-    needs_store = is_placeholder(backend_options.store)
-    own_store = store(placement(), timeout) if needs_store else None
-    return kind(MPI.COMM_WORLD, timeout, store=own_store)
 
 
 def _rendezvous(
     url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    """Handles "mpi://" for torch: yields the store, this rank and the number of ranks."""
     check_world()
     place = placement()
     yield store(place, timeout), place.rank, place.world_size

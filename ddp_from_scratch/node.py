@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.collectives import CollectivesGroup
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors, register_backend
 from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
 from ddp_from_scratch.backend.transport import GlooTransport
 from ddp_from_scratch.group import open_gloo, store_beside, timeout_of
@@ -23,22 +24,8 @@ from ddp_from_scratch.waiting import may_be_left_behind
 Gloo = Callable[[], dist.ProcessGroup | None]
 
 
-def _by_gloo(name: str) -> Callable[..., Any]:
-    def call(self: ProcessGroupNode, *args: Any, **options: Any) -> Any:
-        return getattr(self.gloo, name)(*args, **options)
-
-    call.__name__ = name
-    return call
-
-
 class ProcessGroupNode(CollectivesGroup):
-    """A group that reduces in shared memory within a machine, and sends the rest through gloo.
-
-    Args:
-        everyone: the group's ranks.
-        timeout: how long a collective may take.
-        gloo: returns a gloo group of the same ranks; None once that group is closed.
-    """
+    """A group that reduces in shared memory within a machine, and sends the rest through gloo."""
 
     backend: ClassVar[str] = "node"
 
@@ -79,10 +66,13 @@ class ProcessGroupNode(CollectivesGroup):
     def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
         return self.gloo.allreduce(list(tensors), opts or dist.AllreduceOptions())
 
-    monitored_barrier = _by_gloo("monitored_barrier")
-    recv = _by_gloo("recv")
-    recv_anysource = _by_gloo("recv_anysource")
-    send = _by_gloo("send")
+    def _by_gloo(self, name: str, *arguments: Any, **options: Any) -> Any:
+        return getattr(self.gloo, name)(*arguments, **options)
+
+    monitored_barrier = partialmethod(_by_gloo, "monitored_barrier")
+    recv = partialmethod(_by_gloo, "recv")
+    recv_anysource = partialmethod(_by_gloo, "recv_anysource")
+    send = partialmethod(_by_gloo, "send")
 
     def abandon(self) -> None:
         """Shuts down and fails operations in flight: afterwards nothing writes to their tensors."""
@@ -106,19 +96,12 @@ class ProcessGroupNode(CollectivesGroup):
 _CPU = torch.device("cpu")
 
 
-def register() -> None:
-    """Registers the backend under its name, "node"."""
-    # Otherwise torch attaches a recorder to the group's C++ backends, and this group has none.
-    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    recording.add(ProcessGroupNode.backend)
-    dist.Backend.register_backend(
-        ProcessGroupNode.backend, _create, extended_api=True, devices=["cpu"]
-    )
-
-
 def _create(options: Any, unused: object) -> ProcessGroupNode:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return ProcessGroupNode.open(options.store, options.group_rank, ranks, options.timeout)
+
+
+register_backend(ProcessGroupNode.backend, _create)
 
 
 # By gloo group, the node group that reduces in its place; None if no ranks share memory.
@@ -165,6 +148,3 @@ def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     # Not at exit: closing waits for operations in flight, while other ranks may wait for this one.
     weakref.finalize(group, opened.shutdown).atexit = False
     return opened
-
-
-register()

@@ -35,11 +35,7 @@ def lost_rank_check() -> Callable[[], bool]:
 
 
 def wait(work: dist.Work) -> None:
-    """Waits for a collective of the default group.
-
-    Raises:
-        CommunicationError: a rank has left the group, and the collective does not end.
-    """
+    """Waits for a collective of the default group; raises if a rank has left the group."""
     if _is_broken is None:
         work.wait()
         return

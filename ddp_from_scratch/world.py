@@ -53,8 +53,7 @@ class World(Placement):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After an exception peers may be waiting in the group. A world of one has no peers, and a
-        # notebook may open another group. An elastic run may be between two groups.
+        # After an exception peers may wait in the group. A notebook alone may go on.
         if dist.is_initialized() and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 
@@ -106,8 +105,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
     _close_when_python_ends(world)
-    # Registered here, not at import: handlers run in reverse order, so this one runs before any
-    # that the program registered earlier.
+    # Not at import: handlers run in reverse order, so this one runs before any of the program's.
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
     return world
@@ -116,17 +114,12 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
 def replace_group(
     world: World, store: dist.Store, rank: int, machines: Sequence[int], timeout: timedelta
 ) -> World:
-    """Opens a gloo group of other ranks in place of a closed one. Collective.
-
-    `store` is new and for these ranks only; `machines` has the machine of each rank. `timeout` is
-    for all ranks to arrive (else a RuntimeError), and for each collective.
-    """
+    """Opens a gloo group of these ranks' machines in place of a closed one. Collective."""
     hook, size = sys.excepthook, len(machines)
     try:
         dist.init_process_group("gloo", timeout=timeout, world_size=size, rank=rank, store=store)
     except RuntimeError:
-        # torch names groups by a counter, which a failed group increments too, so later names would
-        # differ from those on other ranks. Closing a group resets the counter.
+        # torch names groups by a counter, which a failed group increments and closing resets.
         dist.init_process_group("gloo", world_size=1, rank=0, store=dist.HashStore())
         dist.destroy_process_group()
         raise
@@ -176,8 +169,7 @@ def _meet_in_store(
     store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
 ) -> None:
     """Waits for all ranks and compares their backends and GPUs before a group opens."""
-    # nccl waits forever for a rank that never comes. Not called if torch makes the store: for ranks
-    # of torchrun and srun on several machines.
+    # nccl waits forever for a rank that never comes. Not called if torch makes the store.
     keys = [f"came {rank}" for rank in range(placement.world_size)]
     may_share = not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     own = "" if may_share else gpu.unique_name(device)
@@ -193,10 +185,8 @@ def _meet_in_store(
 
 
 def _waited(placement: Placement, timeout: timedelta) -> str:
-    return (
-        f"rank {placement.rank} waited {timeout.total_seconds():g} s for all "
-        f"{placement.world_size} ranks: not all have started"
-    )
+    who = f"rank {placement.rank} waited {timeout.total_seconds():g} s"
+    return f"{who} for all {placement.world_size} ranks: not all have started"
 
 
 def _check_gpus(of_ranks: Sequence[str]) -> None:
@@ -212,10 +202,8 @@ def _check_gpus(of_ranks: Sequence[str]) -> None:
 def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
     # Compared before a group opens: groups of two backends would wait for each other.
     if backend != of_rank_0:
-        raise UsageError(
-            f"backend is {of_rank_0} on rank 0 and {backend} on rank {rank}: it must be the same "
-            "on all ranks"
-        )
+        found = f"{of_rank_0} on rank 0 and {backend} on rank {rank}"
+        raise UsageError(f"backend is {found}: it must be the same on all ranks")
 
 
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
@@ -245,8 +233,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             device_id=device if gpu.is_gpu(device) else None,
         )
         if backend == "gloo":
-            # A rank may connect and exit while others still connect. gloo would log an error on
-            # each of those and bury the line that says why the first rank exited.
+            # Or gloo would log errors on ranks that still connect when another one exits.
             dist.barrier()
     except dist.DistNetworkError as error:
         raise UsageError(
@@ -295,8 +282,7 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
     if placement.launcher == "torchrun":
         return placement, _torchrun_store(placement, timeout)
     if placement.one_machine:
-        # The port tells apart steps with equal numbers, should job numbers start over: a file left
-        # by an earlier, killed step would confuse this one.
+        # The port tells apart steps with equal numbers, should job numbers start over.
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_PORT")
         name = "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
         return placement, _file_store(str(_private_folder() / name), placement.world_size)
@@ -325,20 +311,17 @@ def _torchrun_store(placement: Placement, timeout: timedelta) -> dist.Store | No
     if not known or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    # Ranks that torchrun restarts find the same store with the addresses of their predecessors, so
-    # each start has its own prefix. `start_ranks` never restarts a rank.
+    # Ranks that torchrun restarts find the store of their predecessors, so each start has a prefix.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start {restarts}", store)
 
 
 def _private_folder() -> Path:
-    """Returns this user's folder for temporary files that others must not touch."""
     folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    # The name is predictable, so in a shared folder somebody else may have made it first, as a
-    # folder or a link (`lstat` does not follow links). Once it belongs to this user, the sticky bit
-    # of the parent folder protects it.
+    # In a shared folder somebody else may have made it first, as a folder or a link (which `lstat`
+    # does not follow). Once it is this user's, the parent folder's sticky bit protects it.
     found, around = folder.lstat(), folder.parent.stat()
     if (
         not stat.S_ISDIR(found.st_mode)

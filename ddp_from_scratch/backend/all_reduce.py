@@ -24,13 +24,12 @@ from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import CHUNK, Reduction, share_of
 from ddp_from_scratch.backend.shared_memory import LASTING, Nodes
 from ddp_from_scratch.backend.stage import Stage, Windows
-from ddp_from_scratch.backend.transport import Transport
+from ddp_from_scratch.backend.transport import Transport, write_back
 
 # With several machines, tensors of at least this many bytes are summed on each machine first.
 STAGED_FROM = 512 * 1024
 
-# Up to this many bytes over all ranks, each rank receives every tensor and sums them itself: for
-# small tensors the number of messages sets the time.
+# Up to so many bytes over all ranks, each receives and sums all: the number of messages counts.
 GATHERED = 64 * 1024
 
 Receive = Callable[[int, torch.Tensor], None]
@@ -64,22 +63,19 @@ class AllReduce:
             return ""
         place = self._windows.place(tensor)
         # Saves the first piece a barrier. Opening the stage must wait, since it is collective.
-        if not place and self._stage.is_open and self._is_staged(tensor):
+        if not place and self._stage.memory and self._is_staged(tensor):
             self._stage.fill(tensor)
         return place
 
     def __call__(
         self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None = None
     ) -> list[torch.Tensor]:
-        """Replaces `tensor` by its reduction over all ranks. Called after the ranks have met.
-
-        Args:
-            tensor: dense, on a CPU.
-            reduction: for the tensor's dtype.
-            crossing: the dtype in which sums cross between machines; None means the tensor's own.
-        """
+        """Replaces the tensor by its reduction over all ranks, after they have met."""
         if buffers := self._eager(tensor.shape, tensor.dtype):
-            self._reduce_eager(tensor, reduction, buffers[self._barrier.parity])
+            total = tensor
+            if tensor.dtype != reduction.dtype:
+                total = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
+            write_back(reduction.fold(buffers[self._barrier.parity], total), tensor)
         # `same_place` is equal on all ranks, so all of a machine take the same branch.
         elif self._barrier.same_place and self._windows.place(tensor):
             for chunk, total in self._reduce(self._own_shares(tensor), reduction, crossing):
@@ -92,19 +88,14 @@ class AllReduce:
         else:
             dense = tensor.contiguous()
             _by_messages(self._nodes.everyone, dense.view(-1), reduction, crossing)
-            if dense is not tensor:
-                tensor.copy_(dense)
+            write_back(dense, tensor)
         return [tensor]
 
     def to_owners(self, tensor: torch.Tensor, reduction: Reduction, receive: Receive) -> None:
-        """Gives each rank of a machine its own share of the reduction only.
+        """Gives each rank of a machine its own share of the reduction only, a chunk at a time.
 
-        Args:
-            tensor: in a window, at the same place on all ranks, or a ValueError is raised. Not
-                modified; the caller must not modify it either until all ranks have met again.
-            reduction: for the tensor's dtype, which must not be a 16-bit float.
-            receive: called for each chunk with the index of its first element in `tensor` and the
-                flat chunk, which is overwritten after the call.
+        The tensor lies in a window, is no 16-bit float, and may change only after the next meeting.
+        `receive` gets the index of the first element and the chunk, which is then overwritten.
         """
         if not self._barrier.same_place or not self._windows.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
@@ -117,8 +108,6 @@ class AllReduce:
     def free(self) -> None:
         self._eager.cache_clear()
         self._stage.free()
-
-    # Choosing the algorithm ----------------------------------------------------------------------
 
     @LASTING
     def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
@@ -136,31 +125,18 @@ class AllReduce:
         here = self._nodes.count == 1
         return self._stage.shares_memory and (here or tensor.nbytes >= STAGED_FROM)
 
-    # The algorithms ------------------------------------------------------------------------------
-
-    def _reduce_eager(
-        self, tensor: torch.Tensor, reduction: Reduction, buffers: list[torch.Tensor]
-    ) -> None:
-        if tensor.dtype == reduction.dtype:
-            reduction.fold(buffers, tensor)
-        else:
-            scratch = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
-            tensor.copy_(reduction.fold(buffers, scratch))
-
     def _reduce_staged(
         self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None
     ) -> None:
         # `prepare` has not filled a new stage, nor one for a tensor in a window on this rank.
-        if not self._stage.is_filled or not self._barrier.same_place:
+        if self._stage.dense is None or not self._barrier.same_place:
             self._stage.fill(tensor)
             self._barrier.wait()
         for shares in self._stage.shares():
             for chunk, total in self._reduce(shares, reduction, crossing):
                 if chunk[0] is not total:
                     chunk[0].copy_(total)
-        reduced = self._stage.take()
-        if reduced is not tensor:
-            tensor.copy_(reduced)
+        write_back(self._stage.take(), tensor)
 
     def _own_shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         begin, end = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
@@ -173,12 +149,14 @@ class AllReduce:
         crossing: torch.dtype | None = None,
         keep: bool = False,
     ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
-        """Yields chunks of the shares, each with its reduction over all machines.
-
-        The reduction may lie in the first share's chunk, unless `keep` protects the shares.
-        """
+        """Yields chunks of the shares with their reductions, in the first chunk unless `keep`."""
         wide = shares[0].dtype == reduction.dtype
-        here, across = self._divided(reduction, wide)
+        # One of the two divides an average: on this machine where that is exact, or keeps a sum in
+        # 16 bits from overflow, else across machines, so a machine with one rank rounds nothing.
+        here, across = reduction, reduction.undivided
+        first = reduction.divides_first if wide else self._stage.shares_memory
+        if self._nodes.count > 1 and not first:
+            here, across = across, here
         in_place, scratch = wide and not keep, self._scratch(reduction)
         whole = shares[0] if self._nodes.count == 1 or not keep else torch.empty_like(shares[0])
         chunks = list(zip(*(part.split(CHUNK) for part in (whole, *shares)), strict=True))
@@ -196,15 +174,6 @@ class AllReduce:
             for part, _, *others in chunks:
                 yield [part, *others], part
 
-    def _divided(self, reduction: Reduction, wide: bool) -> tuple[Reduction, Reduction]:
-        """Returns the reductions on this machine and across machines; one divides an average."""
-        # The first divides where that is exact, and where it keeps a sum in 16 bits from overflow.
-        # Otherwise the second divides, so a machine with one rank rounds nothing.
-        first = reduction.divides_first if wide else self._stage.shares_memory
-        if first or self._nodes.count == 1:
-            return reduction, reduction.undivided
-        return reduction.undivided, reduction
-
     def _scratch(self, reduction: Reduction) -> torch.Tensor:
         # All chunks share one scratch tensor, which stays in the processor's cache.
         if reduction.dtype not in self._scratches:
@@ -214,10 +183,7 @@ class AllReduce:
 
 
 def _by_messages(
-    transport: Transport,
-    flat: torch.Tensor,
-    reduction: Reduction,
-    crossing: torch.dtype | None,
+    transport: Transport, flat: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None
 ) -> None:
     """Replaces `flat` by its reduction over all ranks, with the same bits on each."""
     if crossing is not None and crossing.itemsize < flat.itemsize:  # only sums have a `crossing`
@@ -226,15 +192,13 @@ def _by_messages(
         flat.copy_(compressed)
     elif transport.size == 1:
         reduction.fold([flat], flat)
-    elif flat.nbytes * transport.size <= GATHERED:
-        everybodys = flat.new_empty(transport.size, flat.numel()).unbind()
-        transport.exchange([flat] * transport.size, everybodys)
-        reduction.fold_into(flat, everybodys)
     else:
+        is_small = flat.nbytes * transport.size <= GATHERED
         begins = [share_of(flat.numel(), rank, transport.size) for rank in range(transport.size)]
-        shares = [flat[begin:end] for begin, end in begins]
+        shares = [flat if is_small else flat[begin:end] for begin, end in begins]
         own = shares[transport.rank]
         everybodys = own.new_empty(transport.size, own.numel()).unbind()
         transport.exchange(shares, everybodys)
         reduction.fold_into(own, everybodys)
-        transport.exchange([own] * transport.size, shares)
+        if not is_small:
+            transport.exchange([own] * transport.size, shares)

@@ -14,15 +14,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ddp_from_scratch.backend.operations import (
-    FINGERPRINT_NBYTES,
-    describe_difference,
-    fingerprint_of,
-    mark_place,
-    name_ranks,
-    operation_in,
-    split_fingerprints,
-)
+from ddp_from_scratch.backend import operations
+from ddp_from_scratch.backend.operations import FINGERPRINT_NBYTES, name_ranks
 from ddp_from_scratch.backend.shared_memory import (
     DisseminationBarrier,
     Nodes,
@@ -54,11 +47,8 @@ class BarrierMemory:
     The constructor is collective. Attributes hold one item per rank; those with (*) are shared.
 
     Attributes:
-        addresses: of the semaphores.
-        arrived: the number of waits that the rank has reached.
-        passed: the number of waits that the rank has left; others need nothing more of it there.
-        left: 1 once the rank has left the group, so others stop waiting for it at once.
-        lost: 1 once others have given up on the rank.
+        arrived, passed: the number of waits that the rank has reached, and that it has left.
+        left, lost: 1 once the rank has left the group, or others have given up on it.
         gave_up: (*) the number of a meeting that some rank gave up; no rank may continue after it.
         fingerprints: a pair; the operation that the rank is about to run.
         heard: (*) a pair; the fingerprints of every machine's first rank.
@@ -77,8 +67,8 @@ class BarrierMemory:
                 ("heard", "u1", (2, heard_nbytes)),
             ]
         )
-        self._memory = SharedMemory(node, fields.itemsize + 2 * self.eager_nbytes)
-        self.addresses, segments = self._memory.addresses, self._memory.segments
+        memory = SharedMemory(node, fields.itemsize + 2 * self.eager_nbytes)
+        self.free, self.addresses, segments = memory.free, memory.addresses, memory.segments
         self.eager = [segment[fields.itemsize :].view(2, -1) for segment in segments]
         segments[node.rank][: fields.itemsize].zero_()
         # Making a view takes longer than a meeting, so all of them are made here.
@@ -89,15 +79,11 @@ class BarrierMemory:
         self.fingerprints = [[part.data for part in one["fingerprints"][0]] for one in each]
         self.heard = [part.data for part in each[0]["heard"][0]]
 
-    def free(self) -> None:
-        self._memory.free()
-
 
 # Advances messages in flight; returns the seconds until it must be called again.
 Progress = Callable[[], float]
 
-# Seconds between a sleeping rank's checks for lost ranks; the second in a job that continues
-# without them.
+# Seconds between a sleeping rank's checks for lost ranks; the second where a job goes on without.
 _CHECK_EVERY = 0.5
 _CHECK_SOON = 0.02
 
@@ -117,8 +103,6 @@ class CheckedBarrier:
     Attributes:
         rank, size: this rank's index among the ranks of its machine, and their number.
         same_place: True if all ranks gave the same place at the last meeting; equal on all ranks.
-        eager, eager_nbytes: see `BarrierMemory`.
-        progress: the argument; other waits of the group call it, too.
     """
 
     def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
@@ -152,43 +136,33 @@ class CheckedBarrier:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks of this machine that have not arrived at the last meeting."""
         return self._behind(self._memory.arrived, self._met_at)
 
     @property
     def missing_names(self) -> str:
-        if self.missing:
-            return name_ranks(self.missing)
+        missing = self.missing
         # This machine's first rank may be behind only because it waits for another machine.
-        if self._nodes.count > 1:
+        if not missing and self._nodes.count > 1:
             return "ranks on other machines"
-        return (
-            name_ranks(self._behind(self._memory.arrived, self._waits)) or "a rank that has stopped"
-        )
+        missing = missing or self._behind(self._memory.arrived, self._waits)
+        return name_ranks(missing) or "a rank that has stopped"
 
     def _behind(self, numbers: Counters, wait: int) -> list[int]:
-        """Returns the ranks of this machine that are not as far as this wait."""
         pairs = zip(self._ranks, numbers, strict=True)
         return [rank for rank, number in pairs if number[0] < wait]
 
     def meet(self, operation: str, place: str, timeout: float) -> None:
         """Returns when every rank of the group has arrived.
 
-        Args:
-            operation: must be the same on all ranks.
-            place: may differ between ranks; `same_place` is then False.
-            timeout: seconds until all ranks must have arrived, and passed each `wait` after it.
-
-        Raises:
-            CommunicationError: a rank did not arrive in time, or runs another operation. Every
-                later call raises it again.
+        Raises a CommunicationError if a rank does not arrive, or pass each `wait` after it, in
+        `timeout` seconds, or runs another operation. Every later call raises it again.
         """
         if self._failure is not None:
             raise CommunicationError(f"the group has failed before: {self._failure}")
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._number += 1
         parity = self.parity
-        own = fingerprint_of(operation, place)
+        own = operations.fingerprint_of(operation, place)
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
         self._met_at = self._waits + 1
         self.wait()
@@ -234,16 +208,22 @@ class CheckedBarrier:
         self._memory.free()
 
     def _exchange(self, parity: int) -> None:
-        """Publishes on each machine the fingerprints of every machine's first rank."""
         if self.rank == 0:
             own = self._memory.fingerprints[0][parity]
-            # Other machines see this fingerprint alone, so it must show that places differ here.
+            # Other machines see this fingerprint alone, so it must show that places differ here, by
+            # one that no rank gives.
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
-                mark_place(own)
+                own[bytes(own).index(b"\n") + 1] = ord("*")
             arrived = self._nodes.peers.begin_allgather(own, self._memory.heard[parity])
             # Polled with growing pauses, since no semaphore reaches another machine.
             pause = 1e-5
-            while not self._in_time(arrived):
+            while True:
+                try:
+                    if arrived():
+                        break
+                except RuntimeError:  # gloo has the same timeout, and may raise first
+                    if time.monotonic() <= self._deadline:
+                        raise
                 # A lost machine does not end the request either.
                 if time.monotonic() > self._deadline:
                     raise self._time_out()
@@ -251,18 +231,10 @@ class CheckedBarrier:
                 pause = min(2 * pause, 1e-3)
         self.wait()
 
-    def _in_time(self, arrived: Callable[[], bool]) -> bool:
-        try:
-            return arrived()
-        except RuntimeError:
-            if time.monotonic() <= self._deadline:
-                raise
-            return False  # gloo has the same timeout, and may raise first
-
     def _compare(self, own: bytes, parity: int) -> None:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._nodes.count > 1:
-            found += split_fingerprints(bytes(self._memory.heard[parity]))
+            found += operations.split_fingerprints(bytes(self._memory.heard[parity]))
         # Compared as bytes, since every collective pays for decoding.
         self.same_place = True
         for other in found:
@@ -270,22 +242,20 @@ class CheckedBarrier:
                 self.same_place = False
         if self.same_place:
             return
-        operations = [operation_in(other) for other in found]
-        if operations.count(operations[self.rank]) < len(operations):
-            here = list(zip(self._ranks, operations, strict=False))
-            difference = describe_difference(here, operations[self.size :])
+        called = [operations.operation_in(other) for other in found]
+        if called.count(called[self.rank]) < len(called):
+            here = list(zip(self._ranks, called, strict=False))
+            difference = operations.describe_difference(here, called[self.size :])
             raise self.fail(f"the ranks called different operations: {difference}")
 
     def _next_check(self) -> float:
-        nap = min(self.progress(), self._check_every)
-        return min(self._deadline, time.monotonic() + nap)
+        return min(self._deadline, time.monotonic() + min(self.progress(), self._check_every))
 
     def _check_in_vain(self) -> None:
         if self._abandoned:
             raise self._give_up("this rank has left the group")
-        gone = self._marked(self._memory.left).intersection(
-            self._behind(self._memory.arrived, self._waits)
-        )
+        behind = self._behind(self._memory.arrived, self._waits)
+        gone = self._marked(self._memory.left).intersection(behind)
         # A rank killed after its arrival may not have woken the others; a rank that left does.
         killed = {self._ranks[index] for index in self._processes.ended()}
         gone |= killed.intersection(self._behind(self._memory.passed, self._waits))
@@ -318,9 +288,8 @@ class CheckedBarrier:
         return self.fail(text)
 
     def _time_out(self) -> CommunicationError:
-        return self._give_up(
-            f"the timeout of {self._timeout:g} s passed without {self.missing_names}"
-        )
+        text = f"the timeout of {self._timeout:g} s passed without {self.missing_names}"
+        return self._give_up(text)
 
 
 def _lost_text(ranks: set[int]) -> str:

@@ -21,13 +21,12 @@ from ddp_from_scratch.backend.operations import (
     check_count,
     check_dtype,
     check_same,
-    elements,
     size_of,
-    sizes_of,
     split_rows,
 )
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
 from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
+from ddp_from_scratch.backend.transport import write_back
 from ddp_from_scratch.backend.work import Operation, Result
 
 # Pairs of ranks that an error names.
@@ -78,11 +77,9 @@ class CollectivesGroup(SharedMemoryGroup):
         def run() -> Result:
             dense = output.contiguous()
             self._exchange.reduce(parts, dense.view(-1), ends[rank], ends[-1], reduction)
-            if dense is not output:
-                output.copy_(dense)
-            return [output]
+            return [write_back(dense, output)]
 
-        text = f"reduce_scatter({reduction.name}) of {sizes_of(parts)}"
+        text = f"reduce_scatter({reduction.name}) of {size_of(*parts)}"
         return Operation(text, run, partial(self._exchange.prepare, parts, ends[-1]))
 
     def reduce_scatter_single(
@@ -117,7 +114,7 @@ class CollectivesGroup(SharedMemoryGroup):
             check_same("all_gather", tensor, [parts[self.rank()]])
             most = max(part.nbytes for part in parts)
             operations.append(
-                self._copy(f"all_gather of {sizes_of(parts)}", [tensor], parts, most, parts)
+                self._copy(f"all_gather of {size_of(*parts)}", [tensor], parts, most, parts)
             )
         return self._submit(
             "all_gather", inputs, opts, operations, inputs, written=list(chain(*outputs))
@@ -157,9 +154,7 @@ class CollectivesGroup(SharedMemoryGroup):
             dense = output.contiguous()
             parts = dense.view(-1).tensor_split(self.size())
             self._exchange([tensor], parts, tensor.nbytes)
-            if dense is not output:
-                output.copy_(dense)
-            return [output]
+            return [write_back(dense, output)]
 
         prepare = partial(self._exchange.prepare, [tensor], tensor.nbytes)
         return Operation(f"all_gather_into_tensor of {size_of(output)}", run, prepare)
@@ -272,13 +267,10 @@ class CollectivesGroup(SharedMemoryGroup):
     def _check_pairs(
         self, kind: str, sent: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     ) -> None:
-        """Raises on all ranks if a rank expects another number of elements than it gets.
-
-        `sent` and `expected` are numbers of elements, indexed by target and then by source.
-        """
+        """Raises on all ranks where numbers, indexed by target and then by source, differ."""
         names = self._nodes.everyone.world_ranks
         wrong = [
-            f"rank {names[source]} sends {elements(int(sent[target, source]), dtype)} to rank "
+            f"rank {names[source]} sends {sent[target, source]} x {dtype} to rank "
             f"{names[target]}, which expects {expected[target, source]}"
             for target, source in (sent != expected).nonzero().tolist()
         ]

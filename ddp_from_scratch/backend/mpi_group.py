@@ -24,6 +24,7 @@ from ddp_from_scratch.backend.collectives import CollectivesGroup
 from ddp_from_scratch.backend.mpi_transport import MPI, MPITransport, message
 from ddp_from_scratch.backend.operations import check_memory
 from ddp_from_scratch.backend.process_group import Tensors
+from ddp_from_scratch.backend.transport import write_back
 from ddp_from_scratch.errors import CommunicationError
 
 # Seconds between two tests of the messages in flight.
@@ -31,15 +32,7 @@ PAUSE = 1e-3
 
 
 class P2PWork(dist.Work):
-    """The work handle of a send or receive. It keeps the tensor alive until MPI is done with it.
-
-    Args:
-        name: names the call and the rank in error messages.
-        timeout: the default of `wait()`.
-        request: the MPI request.
-        dense: the tensor that MPI sends, or receives into.
-        into: the caller's tensor for a receive; None for a send.
-    """
+    """The work handle of a message. It keeps the tensor alive until MPI is done with it."""
 
     def __init__(
         self,
@@ -70,41 +63,35 @@ class P2PWork(dist.Work):
         return self._done
 
     def _test(self) -> None:
+        problem: object = None
+        dense, into = self._tensors
         try:
             if not self._request.Test(self._status):
                 return
-            self._finish(*self._tensors)
-        except (MPI.Exception, CommunicationError) as error:
-            self._error = CommunicationError(f"{self._name} failed: {error}")
+            came = self._status.Get_elements(MPI.BYTE)
+            if into is not None and came != into.nbytes:  # fewer, since MPI itself refuses more
+                problem = f"{came} bytes came, expected {into.nbytes}"
+            elif into is not None:
+                with torch.no_grad():
+                    write_back(dense, into)
+        except MPI.Exception as error:
+            problem = error
+        if problem is not None:
+            self._error = CommunicationError(f"{self._name} failed: {problem}")
         self._done = True
         # The caller may keep the handle for long, which must not keep the tensors alive.
         del self._tensors
         _under_way.discard(self)
 
-    def _finish(self, dense: torch.Tensor, into: torch.Tensor | None) -> None:
-        if into is None:
-            return
-        came = self._status.Get_elements(MPI.BYTE)
-        if came != into.nbytes:  # fewer, since MPI itself refuses more
-            raise CommunicationError(f"{came} bytes came, expected {into.nbytes}")
-        if dense is not into:
-            with torch.no_grad():
-                into.copy_(dense)
-
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the message has arrived, or when a sent tensor can be reused.
-
-        Raises:
-            CommunicationError: the call failed, or did not end in time. The text names it.
-        """
         # torch passes zero for "no timeout given".
-        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
+        limit = (timeout if timeout and timeout > timedelta(0) else self._timeout).total_seconds()
         began = time.monotonic()
         while not self.is_completed():
             waited = time.monotonic() - began
-            if waited > limit.total_seconds():
+            if waited > limit:
                 raise CommunicationError(
-                    f"{self._name} did not end within {limit.total_seconds():g} s: "
+                    f"{self._name} did not end within {limit:g} s: "
                     f"the other rank has not called its part, or has stopped"
                 )
             # No pause at first, since most messages arrive at once.
@@ -142,35 +129,25 @@ _LAST_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag th
 
 
 class ProcessGroupMPI(CollectivesGroup):
-    """A process group with its own MPI communicator.
+    """A process group with its own MPI communicator, a duplicate of the given one.
 
     Messages (`send`, `recv`) do not queue behind collectives, so two ranks may each post a receive
-    before their send.
-
-    Args:
-        communicator: the group's ranks; the group uses a duplicate.
-        timeout: how long a collective or a message may take.
-        store: replaces torch's placeholder, for the rendezvous of groups with other backends.
+    before their send. `store` replaces torch's placeholder, where groups of other backends meet.
     """
 
     backend: ClassVar[str] = "mpi"
 
     def __init__(
-        self,
-        communicator: MPI.Intracomm,
-        timeout: timedelta,
-        store: dist.Store | None = None,
+        self, communicator: MPI.Intracomm, timeout: timedelta, store: dist.Store | None = None
     ) -> None:
-        # A duplicate keeps other libraries' messages apart. Messages and collectives share it: they
-        # differ in tags, and collectives run one at a time.
+        # A duplicate keeps other libraries apart. Messages and collectives differ in tags.
         self._communicator = communicator.Dup()
         super().__init__(MPITransport(self._communicator), timeout, progress)
         self._store = store  # None once it is installed
 
     @property
     def bound_device_id(self) -> None:
-        # Between recording the default store and passing it to a new group, torch reads only this
-        # property, so the store is installed here, too.
+        # torch reads only this between recording the default store and passing it to a new group.
         self.install_store()
 
     @bound_device_id.setter
@@ -216,11 +193,7 @@ class ProcessGroupMPI(CollectivesGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Returns when every rank has called it; raises a RuntimeError if a rank is late.
-
-        It uses messages only, so it can diagnose a group whose collectives hang: rank 0 receives
-        from each rank, and answers with a missing rank.
-        """
+        """Names a rank that is late. It uses messages only, for a group whose collectives hang."""
         limit = timeout if timeout and timeout > timedelta(0) else self._timeout
         rank, others = self.rank(), range(1, self.size())
         if rank != 0:

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import torch
@@ -74,14 +74,10 @@ class TorchBackend(c10d.Backend):
 
 
 class CPUBackend(TorchBackend):
-    """Serves the CPU tensors of a torch group that has another backend for GPUs.
+    """Serves the CPU tensors of a torch group that has another backend for GPUs; closed with it.
 
     torch wraps the work handles of a Python backend: `is_completed()` of a wrapper stays False, and
     the wrapper of a receive from any source does not know the source.
-
-    Args:
-        group: runs the calls; closed with the torch group.
-        timeout: of the torch group.
     """
 
     def __init__(self, group: ProcessGroupMPI, timeout: timedelta) -> None:
@@ -96,7 +92,7 @@ class CPUBackend(TorchBackend):
         return work
 
     def _set_sequence_number_for_group(self) -> None:
-        """Does nothing: the number starts at 0 on all ranks."""
+        pass  # it starts at 0 on all ranks
 
     def _get_sequence_number_for_group(self) -> int:
         return self._sequence
@@ -111,28 +107,14 @@ class CPUBackend(TorchBackend):
         self._group.shutdown()
 
 
-def _method(name: str) -> Callable[..., dist.Work]:
-    def call(self: TorchBackend, *arguments: Any) -> dist.Work:
-        return self._run(name, arguments)
-
-    return call
-
-
 for _name in CALLS:  # torch finds a method by its name in the class
-    setattr(TorchBackend, _name, _method(_name))
-
-
+    setattr(TorchBackend, _name, lambda self, *given, name=_name: self._run(name, given))
 _Call = Callable[[], dist.Work]
 
 
 def recorder_is_on() -> bool:
-    """True if torch can record this backend (from 2.15 on) and a variable sets the buffer's size.
-
-    Raises:
-        UsageError: the size is not a number.
-    """
-    # torch reads the first of these that is set, and defaults to 2000. Here recording is off by
-    # default, since it takes a third of the time of a small all_reduce.
+    """True if torch records this backend (from 2.15 on) and a variable sets the buffer's size."""
+    # torch reads the first that is set. Its default is 2000; ours is off, which is faster.
     names = "TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"
     name, size = next(((name, os.environ[name]) for name in names if os.environ.get(name)), ("", 0))
     try:
@@ -173,8 +155,8 @@ class RecordedGroup(ProcessGroupMPI):
         self._hook = c10d.FlightRecorderHook.attach(group, ranks)
         return group
 
-    def note(self, name: str, call: _Call, *arguments: Any, **options: Any) -> dist.Work:
-        """Records the call `name` with these arguments, runs it and returns its handle."""
+    def note(self, name: str, *arguments: Any, **options: Any) -> dist.Work:
+        call: _Call = partial(getattr(super(), name), *arguments, **options)
         mine = self._on_its_way
         if mine.call is not None:
             return call()  # part of a call that is already recorded
@@ -205,14 +187,5 @@ class RecordedGroup(ProcessGroupMPI):
         self._recorder = None  # breaks a cycle through C++, which the collector cannot find
 
 
-def _noted(name: str) -> Callable[..., dist.Work]:
-    unnoted = getattr(ProcessGroupMPI, name)
-
-    def call(self: RecordedGroup, *arguments: Any, **options: Any) -> dist.Work:
-        return self.note(name, partial(unnoted, self, *arguments, **options), *arguments, **options)
-
-    return call
-
-
 for _name in CALLS:
-    setattr(RecordedGroup, _name, _noted(_name))
+    setattr(RecordedGroup, _name, partialmethod(RecordedGroup.note, _name))

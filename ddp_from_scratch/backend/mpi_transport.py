@@ -45,43 +45,34 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
 
 
 def placement() -> Placement:
-    """Returns this process's place in its MPI job. Collective over the job.
-
-    Nodes are numbered in the order of their lowest rank.
-    """
+    """Returns this process's place in its MPI job. Collective over the job."""
     world = MPI.COMM_WORLD
     # Ranks that can share memory form a node. Host names will not do: containers may share one.
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     leader = node.bcast(world.rank)
-    leaders = sorted(set(world.allgather(leader)))
+    leaders = sorted(set(world.allgather(leader)))  # nodes count in the order of their lowest rank
     found = Placement(world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun")
     node.Free()
     return found
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
-    """Raises a UsageError unless MPI has one rank for each process that the launcher started.
-
-    An MPI that does not know its launcher treats each process as a separate job.
-    """
+    """Raises a UsageError unless MPI has one rank for each process that the launcher started."""
+    # An MPI that does not know its launcher treats each process as a separate job.
     seen, started = MPI.COMM_WORLD.size, environment.started(environ)
     if started not in (None, seen):
-        by = environment.launcher(environ)
-        advice = {
-            "mpirun": "use the mpirun of the MPI that mpi4py loads",
-            "srun": "add --mpi=pmix",
-        }.get(by, "start it with mpirun")
-        if by == "torchrun" and environment.started_here(environ):
-            by = "start_ranks"  # which sets the same variables
+        by, advice = environment.launcher(environ), "start it with mpirun"
+        if by == "mpirun":
+            advice = "use the mpirun of the MPI that mpi4py loads"
+        elif by == "srun":
+            advice = "add --mpi=pmix"
+        elif environment.started_here(environ):
+            by = "start_ranks"  # which sets the same variables as torchrun
         raise UsageError(f"{by} started {started} processes but MPI sees {seen}: {advice}")
 
 
 def check_world(environ: Mapping[str, str] = os.environ) -> None:
-    """Checks the launcher of a program that may set torch's variables for its own purposes.
-
-    Ranks come from MPI if mpirun started the job, whatever RANK and WORLD_SIZE say. Both count only
-    if MPI sees a single process and nothing shows that mpirun started it.
-    """
+    """Checks the launcher. RANK and WORLD_SIZE do not count where MPI sees several ranks."""
     others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
     by_mpirun = environment.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
     check_launcher(others if by_mpirun or MPI.COMM_WORLD.size > 1 else environ)
@@ -102,10 +93,7 @@ def _note_failure(*failure: Any) -> None:
 
 
 def _end_at_once_after_failure() -> None:
-    """Exits after an uncaught exception before mpi4py finalizes MPI, which would hang.
-
-    The other ranks wait for this one; the launcher sees the abnormal exit and stops them.
-    """
+    """Exits after an uncaught exception before mpi4py finalizes MPI, which would hang."""
     if _failed:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -117,18 +105,14 @@ atexit.register(_end_at_once_after_failure)
 
 
 def store(placement: Placement, timeout: timedelta) -> dist.Store:
-    """Opens a store for all ranks of the MPI job. Collective.
-
-    It is an unnamed private file on one machine, and a TCP port of rank 0 across machines.
-    """
+    """Opens a private file as the job's store; across machines a port of rank 0. Collective."""
     if placement.one_machine:
         file = None
         if placement.rank == 0:
             handle, file = tempfile.mkstemp(prefix="ddp-")
             os.close(handle)
         file = broadcast_object(file)
-        # On Linux this path works without the file's name, so the last rank to open it removes the
-        # name, and the job leaves nothing behind. The descriptor stays open for later groups.
+        # On Linux this path works without a name, which the last rank removes. It stays open.
         own = f"/proc/self/fd/{os.open(file, os.O_RDWR)}"
         has_way = os.path.exists(own)
         private = dist.FileStore(own if has_way else file, placement.world_size)
@@ -136,20 +120,16 @@ def store(placement: Placement, timeout: timedelta) -> dist.Store:
             os.unlink(file)
         return private
     if placement.rank == 0:
-        server = dist.TCPStore(
-            socket.getfqdn(), 0, is_master=True, timeout=timeout, wait_for_workers=False
-        )
-        broadcast_object((socket.getfqdn(), server.port))
+        here = socket.getfqdn()
+        server = dist.TCPStore(here, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        broadcast_object((here, server.port))
         return server
     host, port = broadcast_object(None)
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)
 
 
 def is_placeholder(store: dist.Store) -> bool:
-    """True for a store that stores nothing, under any prefixes.
-
-    torch passes one to a default group with the "mpi" backend, which in torch needs no store.
-    """
+    """True for what torch passes to a default group with the "mpi" backend: it stores nothing."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return type(store) is dist.Store
@@ -174,7 +154,6 @@ def message(tensor: torch.Tensor) -> Any:
 
 @cache
 def _many_bytes(count: int) -> MPI.Datatype:
-    """Makes a datatype of `count` bytes, from blocks whose number fits in 32 bits."""
     # Never freed, since a committed type takes only a few words for each large size sent.
     blocks, rest = divmod(count, BLOCK)
     block = MPI.BYTE.Create_contiguous(BLOCK)

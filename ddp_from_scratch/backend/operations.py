@@ -27,8 +27,8 @@ def _bits(*names: str) -> int:
     return functools.reduce(operator.or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
 
 
-# Dispatch keys of tensors whose memory does not hold their values: subclasses such as FakeTensor
-# and DTensor, tensors under functionalize and vmap, and lazily negated or conjugated views.
+# Dispatch keys of tensors whose memory does not hold their values: subclasses such as DTensor,
+# others under functionalize and vmap, and lazily negated or conjugated views.
 _TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
 _LAZY = _bits("Negative", "Conjugate")
 # The keys of a plain CPU tensor.
@@ -37,14 +37,9 @@ PLAIN = _bits("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")
 _OVERLAPS = 1  # torch's MemOverlap::Yes
 
 
-def size_of(tensor: torch.Tensor) -> str:
-    """`10 x torch.float32`."""
-    return elements(tensor.numel(), tensor.dtype)
-
-
-def elements(numel: int, dtype: torch.dtype) -> str:
-    """`10 x torch.float32`."""
-    return f"{numel} x {dtype}"
+def size_of(*tensors: torch.Tensor) -> str:
+    """`10, 20 x torch.float32`."""
+    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
 
 
 def check_memory(
@@ -59,22 +54,16 @@ def check_memory(
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
         raise RuntimeError(f"{kind} on the {backend} backend cannot be traced: {_INSTEAD}")
     for tensor in (*tensors, *written):
+        needed, found = "a tensor with numbers in memory", ""
         if torch._C._dispatch_keys(tensor).raw_repr() & _TRANSFORMED:
-            raise RuntimeError(
-                f"{kind} on the {backend} backend needs a tensor with numbers in memory, got a "
-                f"{type(tensor).__name__} that stands for others: {_INSTEAD}"
-            )
-        if torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
-            raise RuntimeError(
-                f"{kind} on the {backend} backend needs a tensor with numbers in memory, got one "
-                f"that is negated or conjugated when it is read: call resolve_neg() or "
-                f"resolve_conj() first"
-            )
-        if not tensor.is_cpu or tensor.layout is not torch.strided:
-            raise RuntimeError(
-                f"{kind} on the {backend} backend needs dense tensors on a CPU, got "
-                f"{tensor.layout} on {tensor.device}"
-            )
+            found = f"a {type(tensor).__name__} that stands for others: {_INSTEAD}"
+        elif torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
+            found = "one that is negated or conjugated when it is read: call resolve_neg() or "
+            found += "resolve_conj() first"
+        elif not tensor.is_cpu or tensor.layout is not torch.strided:
+            needed, found = "dense tensors on a CPU", f"{tensor.layout} on {tensor.device}"
+        if found:
+            raise RuntimeError(f"{kind} on the {backend} backend needs {needed}, got {found}")
     for tensor in written:
         # The check of torch's `copy_`, which would raise only after the ranks have met.
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
@@ -83,11 +72,6 @@ def check_memory(
                 f"this one are one place in memory (shape {tuple(tensor.shape)}, strides "
                 f"{tensor.stride()}), as after expand(): call contiguous() first"
             )
-
-
-def sizes_of(tensors: Sequence[torch.Tensor]) -> str:
-    """`10, 20 x torch.float32`."""
-    return f"{', '.join(str(tensor.numel()) for tensor in tensors)} x {tensors[0].dtype}"
 
 
 def split_rows(
@@ -159,11 +143,6 @@ def fingerprint_of(operation: str, place: str) -> bytes:
         short = f"{operation[:150]}... (checksum {zlib.crc32(operation.encode()):08x})"
         encoded = f"{short}\n{place[:50]}\0".encode()
     return encoded
-
-
-def mark_place(encoded: memoryview) -> None:
-    """Marks the place as one that no rank gives."""
-    encoded[bytes(encoded).index(b"\n") + 1] = ord("*")
 
 
 def operation_in(encoded: bytes) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.all_reduce import AllReduce, Receive
 from ddp_from_scratch.backend.barrier import CheckedBarrier, Progress
-from ddp_from_scratch.backend.operations import PLAIN, caller, check_memory, elements, size_of
+from ddp_from_scratch.backend.operations import PLAIN, caller, check_memory, size_of
 from ddp_from_scratch.backend.reduction import REDUCED, ReduceOp, Reduction
 from ddp_from_scratch.backend.shared_memory import Nodes
 from ddp_from_scratch.backend.stage import Exchange, Stage, Windows
@@ -31,33 +31,20 @@ from ddp_from_scratch.backend.work import NodeWork, Operation, Result, Worker, r
 from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
 
 Tensors = Sequence[torch.Tensor]
-Make = Callable[[int, torch.dtype], torch.Tensor]
 
 # torch's options for a call with `async_op=False`: the caller waits at once.
 _AT_ONCE = SimpleNamespace(asyncOp=False)
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A process group that reduces in shared memory within a machine.
-
-    Args:
-        everyone: the group's ranks.
-        timeout: how long a collective may take.
-        progress: called by threads that wait; see `CheckedBarrier`.
-
-    Attributes:
-        checked_barrier: where the ranks meet before each operation.
-    """
+    """A process group that reduces in shared memory; threads that wait call `progress`."""
 
     backend: ClassVar[str]
     # Each backend defines this: makes the group of `ranks`, which are ranks in this group.
     _part: Callable[[Sequence[int], timedelta, str], SharedMemoryGroup]
 
     def __init__(
-        self,
-        everyone: Transport,
-        timeout: timedelta,
-        progress: Progress = lambda: math.inf,
+        self, everyone: Transport, timeout: timedelta, progress: Progress = lambda: math.inf
     ) -> None:
         super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
         # These constructors are collective, so all ranks must call them in this order.
@@ -75,8 +62,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._exchange = Exchange(self._nodes, self.checked_barrier, self._stage)
         # Cached, since making the text takes as long as summing a small tensor.
         self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
-        # True if 1/n is exact. `ReduceOp.AVG` then gives the same bits as a division before the
-        # sum, as in torch's DDP. Otherwise AVG divides the sum, which gives other bits.
+        # True if 1/n is exact: AVG has the bits of torch's DDP, which divides before the sum.
         self.divides_first = everyone.size.bit_count() == 1
         self._timeout = timeout
         self._sequence = 0  # numbers the calls in error messages
@@ -84,7 +70,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     @property
     def shares_memory(self) -> bool:
-        """True if some two ranks of the group share a machine's memory."""
         return bool(self._stage.shares_memory)
 
     @property
@@ -149,7 +134,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(
         self, tensors: Tensors, opts: Any = None, crossing: torch.dtype | None = None
     ) -> dist.Work:
-        """Runs torch's allreduce; sums cross between machines in the dtype `crossing`, if given."""
+        """Reduces over all ranks; sums cross between machines in the dtype `crossing`, if given."""
         op, operations = dist.ReduceOp.SUM if opts is None else opts.reduceOp, []
         for tensor in tensors:
             dense = tensor.is_cpu and tensor.layout is torch.strided
@@ -163,12 +148,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
         """Reduces sparse tensors and other dtypes, in a backend that can."""
         check_memory(self.backend, "all_reduce", written=tensors)
-        raise RuntimeError(
-            f"the {self.backend} backend cannot reduce tensors of {tensors[0].dtype}"
-        )
+        dtype = tensors[0].dtype
+        raise RuntimeError(f"the {self.backend} backend cannot reduce tensors of {dtype}")
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def average_on_machine(self, tensor: torch.Tensor) -> dist.Work:
         """Averages over the ranks of this machine. Collective over the whole group."""
@@ -183,7 +166,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, numel: int, dtype: torch.dtype, op: ReduceOp, suffix: str
     ) -> tuple[str, Reduction]:
         reduction = Reduction.of(op, dtype, self.size())
-        return f"all_reduce({reduction.name}) of {elements(numel, dtype)}{suffix}", reduction
+        return f"all_reduce({reduction.name}) of {numel} x {dtype}{suffix}", reduction
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._submit("barrier", [], opts, [Operation("barrier", list)])
@@ -196,7 +179,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allocate_tensor(
         self, size: int, *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Implements torch's method that allocates memory for fast communication."""
         try:
             return self.empty(size, dtype)
         except CommunicationError as error:
@@ -212,22 +194,21 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes a flat uninitialised tensor in shared memory, one per rank. Collective."""
-        return self._allocate("empty", self._windows.empty, numel, dtype)
+        return self._allocate("empty", numel, dtype, False)
 
     def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Makes one such tensor for all ranks of a machine. Collective."""
-        return self._allocate("empty_for_all", self._windows.empty_for_all, numel, dtype)
+        return self._allocate("empty_for_all", numel, dtype, True)
 
-    def _allocate(self, kind: str, make: Make, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        kind = f"{self.backend}.{kind}"
-        operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype)])
+    def _allocate(self, kind: str, numel: int, dtype: torch.dtype, for_all: bool) -> torch.Tensor:
+        kind, make = f"{self.backend}.{kind}", self._windows.empty
+        operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype, for_all)])
         work = self._submit(kind, [], None, [operation])
         work.wait()
         (tensor,) = work.result()
         return tensor
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor lies in memory from `empty`."""
         return bool(self._windows.place(tensor))
 
     def free_unused(self) -> None:
@@ -236,16 +217,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._submit("free_unused", [], _AT_ONCE, [operation]).wait()
 
     def reduce_to_owners(
-        self,
-        tensor: torch.Tensor,
-        op: dist.ReduceOp.RedOpType,
-        receive: Receive,
-        label: str,
+        self, tensor: torch.Tensor, op: ReduceOp, receive: Receive, label: str
     ) -> None:
-        """Gives each rank its share of a reduction; see `AllReduce.to_owners`. Collective.
-
-        All ranks raise a CommunicationError if their labels differ.
-        """
+        """Runs `AllReduce.to_owners`; all ranks raise if their labels differ. Collective."""
         reduction = Reduction.of(op, tensor.dtype, self.size())
         operation = Operation(
             f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
@@ -277,7 +251,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not plain:  # most tensors are, and pass the check
             check_memory(self.backend, kind, *read, written=written)
         self._sequence += 1  # after the check: a call with invalid arguments gets no number
-        name = partial(_name_call, kind, self._sequence, self._nodes.everyone, tensors)
+        sequence, everyone = self._sequence, self._nodes.everyone
         run = partial(run_in_turn, operations, self.checked_barrier, self._timeout.total_seconds())
         if torch.is_inference_mode_enabled() or any(map(torch.Tensor.is_inference, tensors)):
             run = torch.inference_mode()(run)  # torch forbids writes to such tensors elsewhere
@@ -285,6 +259,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # two thread switches. Not across machines: TCP may wait for a lost machine far beyond the
         # timeout, and only a caller that waits for another thread can stop waiting.
         at_once = self._nodes.count == 1 and not getattr(opts, "asyncOp", True)
+
+        def name() -> str:
+            size = sum(tensor.nbytes for tensor in tensors)
+            rank = everyone.world_ranks[everyone.rank]
+            return f"{kind} number {sequence} on rank {rank} ({size} bytes)"
+
         work = NodeWork(name, self._timeout, self.checked_barrier)
         if torch.autograd.profiler._is_profiler_enabled:
             at_once = False  # an asynchronous range must end in another thread
@@ -296,6 +276,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._reduce_here.free()  # idempotent: on one machine both are the same object
         self._windows.free_unused()
         self.checked_barrier.free()
+
+
+def register_backend(name: str, create: Callable[[Any, Any], Any]) -> None:
+    """Registers a backend, which makes its groups with `create`, under torch's name for it."""
+    # Otherwise torch attaches a recorder to the group's C++ backends, and such a group has none.
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(name)
+    dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
 def _in_range(name: str, tensors: Tensors, run: Callable[[], Result]) -> Callable[[], Result]:
@@ -312,8 +300,3 @@ def _in_range(name: str, tensors: Tensors, run: Callable[[], Result]) -> Callabl
             ended.set_result(None)
 
     return run_and_end
-
-
-def _name_call(kind: str, sequence: int, everyone: Transport, tensors: Tensors) -> str:
-    size = sum(tensor.nbytes for tensor in tensors)
-    return f"{kind} number {sequence} on rank {everyone.world_ranks[everyone.rank]} ({size} bytes)"

@@ -11,8 +11,7 @@ import torch.distributed as dist
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
 Combine = Callable[..., torch.Tensor]
 
-# Elements per call: small enough to stay in the processor's cache between operations, and large
-# enough to make the cost of a call negligible.
+# Elements per call: few enough to stay in the processor's cache, enough to make a call worth it.
 CHUNK = 256 * 1024
 
 # Reduced in float32, so a fold rounds only once.
@@ -42,19 +41,12 @@ _COMBINE: dict[dist.ReduceOp.RedOpType, Combine] = {
 
 @dataclass(frozen=True)
 class Reduction:
-    """One of torch's reductions on elements of one dtype.
-
-    Attributes:
-        op: torch's reduce operation.
-        dtype: the dtype in which it computes: float32 for 16-bit floats.
-        combine: reduces two tensors to one.
-        divisor: AVG divides the sum by it; 1 for other operations.
-    """
+    """One of torch's reductions on elements of one dtype."""
 
     op: dist.ReduceOp.RedOpType
-    dtype: torch.dtype
+    dtype: torch.dtype  # in which it computes: float32 for 16-bit floats
     combine: Combine
-    divisor: int
+    divisor: int  # 1, except for an average
 
     @staticmethod
     @cache
@@ -76,10 +68,7 @@ class Reduction:
         return self.op.name
 
     def fold(self, tensors: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
-        """Reduces tensors of one shape into `scratch`, and returns it.
-
-        `scratch` has the reduction's dtype and may be the first tensor itself.
-        """
+        """Reduces tensors of one shape into `scratch`, maybe the first itself, and returns it."""
         # Always in rank order, since sums of floats depend on the order.
         wide = tensors
         if tensors[0].dtype != self.dtype:
@@ -95,7 +84,9 @@ class Reduction:
             self.combine(wide[0], wide[1], out=scratch)
         for tensor in wide[2:]:
             self.combine(scratch, tensor, out=scratch)
-        self.divide(scratch)
+        if self.divisor > 1:
+            fractional = scratch.is_floating_point() or scratch.is_complex()
+            scratch.div_(self.divisor, rounding_mode=None if fractional else "floor")
         return scratch
 
     def fold_into(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
@@ -107,7 +98,6 @@ class Reduction:
 
     @cached_property
     def undivided(self) -> "Reduction":
-        """The sum for an average; any other reduction itself."""
         return replace(self, divisor=1)
 
     @property
@@ -116,14 +106,6 @@ class Reduction:
         # Only where 1/divisor is exact, so the bits stay the same.
         fractional = self.dtype.is_floating_point or self.dtype.is_complex
         return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
-
-    def divide(self, reduced: torch.Tensor) -> None:
-        """Turns a sum into an average in place; leaves other reductions unchanged."""
-        if self.divisor > 1:
-            if reduced.is_floating_point() or reduced.is_complex():
-                reduced /= self.divisor
-            else:
-                reduced //= self.divisor
 
 
 def share_of(numel: int, rank: int, owners: int) -> tuple[int, int]:

@@ -41,42 +41,24 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("tv_sec", ctypes.c_long), ("tv_nsec", ctypes.c_long))
 
 
-class Semaphore:
-    """A counter in shared memory that one rank raises and another rank waits for.
-
-    What a rank writes before `post` is visible to the other rank after its wait.
-    """
-
-    def __init__(self, address: int) -> None:
-        self._address = ctypes.c_void_p(address)
-
-    def create(self) -> None:
-        """Sets the counter to zero. One rank calls it once, before any other rank uses it."""
-        between_processes = 1
-        if _at_once.sem_init(self._address, between_processes, 0):
-            raise OSError("cannot make a semaphore in shared memory")
-
-    def post(self) -> None:
-        _at_once.sem_post(self._address)
-
-    def spin(self) -> bool:
-        """Decrements the counter if it gets above zero within 50 µs; True if it did."""
-        if _at_once.sem_trywait(self._address) == 0:
+def _spin(semaphore: ctypes.c_void_p) -> bool:
+    """Decrements the counter if it gets above zero within 50 µs; True if it did."""
+    if _at_once.sem_trywait(semaphore) == 0:
+        return True
+    began = time.monotonic()
+    while time.monotonic() < began + _SPIN:
+        os.sched_yield()
+        if _at_once.sem_trywait(semaphore) == 0:
             return True
-        began = time.monotonic()
-        while time.monotonic() < began + _SPIN:
-            os.sched_yield()
-            if _at_once.sem_trywait(self._address) == 0:
-                return True
-        return False
+    return False
 
-    def sleep(self, deadline: float) -> bool:
-        """Decrements the counter once it is above zero; True if it did. May return early."""
-        # The system call takes a wall-clock time, and the clock may be set, so deadlines are short.
-        # A signal also ends the call, so Ctrl-C works.
-        seconds = time.time() + max(deadline - time.monotonic(), 0.0)
-        until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-        return int(_sleeping.sem_timedwait(self._address, ctypes.byref(until))) == 0
+
+def _sleep(semaphore: ctypes.c_void_p, deadline: float) -> bool:
+    """Decrements the counter once it is above zero; True if it did. May return early."""
+    # The call takes wall-clock time, which may be set: deadlines are short. A signal ends it.
+    seconds = time.time() + max(deadline - time.monotonic(), 0.0)
+    until = _Timespec(int(seconds), int(seconds % 1 * 1e9))
+    return int(_sleeping.sem_timedwait(semaphore, ctypes.byref(until))) == 0
 
 
 # Ranks that learn of one another in a round.
@@ -84,38 +66,38 @@ _WAYS = 4
 
 
 class DisseminationBarrier:
-    """A barrier of a machine's ranks, made of semaphores.
+    """A barrier of a machine's ranks, made of semaphores, which also order their memory.
 
     The algorithm is that of Hensgen, Finkel and Manber (1988) with several ways per round (Hoefler,
     Mehlan, Mietke and Rehm 2006): in round k rank r wakes ranks r + 4^k, r + 2 x 4^k and
     r + 3 x 4^k, where the distance is less than n, and waits for the ranks that wake it. After
     log4(n) rounds every rank knows that all have arrived.
 
-    Args:
-        addresses: by rank, where its `semaphores_nbytes(size)` bytes lie in this process.
-        rank: this rank, which creates its own semaphores; no other may `wait` before that.
+    Each rank makes its own `semaphores_nbytes(size)` at `addresses[rank]`, before any may `wait`.
     """
 
     def __init__(self, addresses: Sequence[int], rank: int) -> None:
-        self._rounds: list[tuple[list[Semaphore], list[Semaphore]]] = []
-        # Each distance in each round has its own semaphore, so a second post of a fast rank cannot
-        # replace the first post of a slow one.
+        self._rounds: list[tuple[list[ctypes.c_void_p], list[ctypes.c_void_p]]] = []
+        # One for each distance and round, so a fast rank's post is not taken for a slow one's.
         places = count(0, SEMAPHORE_NBYTES)
         for distances in rounds_of(len(addresses)):
             wakes, waits = [], []
             for distance, place in zip(distances, places, strict=False):
-                wakes.append(Semaphore(addresses[(rank + distance) % len(addresses)] + place))
-                waits.append(Semaphore(addresses[rank] + place))
-                waits[-1].create()
+                other = (rank + distance) % len(addresses)
+                wakes.append(ctypes.c_void_p(addresses[other] + place))
+                waits.append(ctypes.c_void_p(addresses[rank] + place))
+                between_processes = 1
+                if _at_once.sem_init(waits[-1], between_processes, 0):
+                    raise OSError("cannot make a semaphore in shared memory")
             self._rounds.append((wakes, waits))
 
     def wait(self, next_check: Callable[[], float], check: Callable[[], None]) -> None:
         """Sleeps until every rank has called it, and runs `check`, which may raise, in between."""
         for wakes, waits in self._rounds:
             for other in wakes:
-                other.post()
+                _at_once.sem_post(other)
             for own in waits:
-                while not (own.spin() or own.sleep(next_check())):
+                while not (_spin(own) or _sleep(own, next_check())):
                     check()
 
 
@@ -136,8 +118,7 @@ def rounds_of(size: int) -> list[list[int]]:
 # For tensors that outlive a call: outside of inference mode, nobody may write to one made in it.
 LASTING = torch.inference_mode(False)
 
-# Bytes, more than the barriers of a machine need. A group tries to map them before it makes its
-# barrier, where other machines would wait for ranks that found no room.
+# Bytes, more than a barrier needs. A group tries to map them before others would wait for it.
 _TO_MEET = 2**20
 
 
@@ -150,13 +131,8 @@ class SharedMemory:
     The constructor is collective; a failure raises NoSharedMemory on all ranks. The memory is freed
     with the last process that maps it, however that process ends.
 
-    Args:
-        node: the ranks.
-        nbytes: the size of this rank's segment; may differ between ranks.
-
-    Attributes:
-        addresses: by rank, where its segment lies in this process.
-        segments: by rank, a flat uint8 tensor; empty for a segment that was taken.
+    By rank, `addresses` is where its segment lies in this process, and `segments` a flat uint8
+    tensor, empty for a segment that was taken. Their sizes may differ.
     """
 
     @LASTING
@@ -206,28 +182,25 @@ def can_share(node: Transport) -> bool:
 
 
 def _map(node: Transport, nbytes: int) -> mmap.mmap:
-    """Maps the same zeroed memory on all ranks of the node."""
     if node.size == 1:
         try:
             return mmap.mmap(-1, nbytes)
         except (OSError, OverflowError) as error:
             raise NoSharedMemory(f"this rank cannot have {nbytes} bytes: {error}") from error
-    mapped, file, found = None, -1, ("", (0, 0))
-    problem = ""
-    if node.rank == 0:
-        try:
+    mapped, file, found, problem = None, -1, ("", (0, 0)), ""
+    try:
+        if node.rank == 0:
             file = _nameless_file(nbytes)
             found = (f"/proc/{os.getpid()}/fd/{file}", _identity(file))
-        except OSError as error:
-            problem = str(error)
+    except OSError as error:
+        problem = str(error)
     (path, identity), problem = node.allgather((found, problem))[0]
-    if not problem:
-        try:
+    try:
+        if not problem:
             mapped = _map_file(path, identity, nbytes)
-        except OSError as error:
-            problem = str(error)
-    # All ranks learn of any rank's problem, so none waits for a rank that has given up. Until then
-    # the first rank keeps the file open, since the others open it through its descriptor.
+    except OSError as error:
+        problem = str(error)
+    # All ranks learn of any rank's problem. Until then the others open the file by its descriptor.
     problems = [text for text in node.allgather(problem) if text]
     if file >= 0:
         os.close(file)
@@ -239,7 +212,6 @@ def _map(node: Transport, nbytes: int) -> mmap.mmap:
 
 
 def _nameless_file(nbytes: int) -> int:
-    """Opens an unnamed file of zeros in memory; raises an OSError if it cannot."""
     # Linux would grant more memory than there is, and then kill a process that writes to it.
     if nbytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise OSError("this machine has less memory")
@@ -271,21 +243,15 @@ def _identity(file: int) -> tuple[int, int]:
 class Nodes:
     """A group's ranks by machine.
 
-        machine 0   | rank 0 | rank 1 |    <- node: a row
-        machine 1   | rank 2 | rank 3 |
-                        ^ peers: a column
-
-    Attributes:
-        everyone: all ranks of the group.
-        node: the ranks of this machine, which share memory.
-        peers: rank i of each machine with more than i ranks, if this is rank i of its machine.
-        count: the number of machines.
+    machine 0   | rank 0 | rank 1 |    <- node: a row
+    machine 1   | rank 2 | rank 3 |
+                    ^ peers: a column
     """
 
     everyone: Transport
-    node: Transport
-    peers: Transport
-    count: int
+    node: Transport  # this machine's ranks, which share memory
+    peers: Transport  # rank i of each machine with more than i ranks, if this is rank i of its own
+    count: int  # of machines
 
     @classmethod
     def of(cls, everyone: Transport) -> Self:
@@ -301,7 +267,6 @@ class Nodes:
 
     @property
     def here(self) -> "Nodes":
-        """Nodes of this machine's ranks alone."""
         return Nodes(self.node, self.node, self.node, count=1)
 
     def free(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import Reduction, share_of
 from ddp_from_scratch.backend.shared_memory import LASTING, Nodes, SharedMemory
-from ddp_from_scratch.backend.transport import Transport, flat_bytes
+from ddp_from_scratch.backend.transport import Transport, flat_bytes, write_back
 from ddp_from_scratch.errors import NoSharedMemory
 
 # Bytes per piece, so few that the pieces of some ranks together stay in the processor's cache.
@@ -32,10 +32,8 @@ class Stage:
     in the slot after that of the last piece. The constructor is collective.
 
     Attributes:
-        owners: how many ranks of a machine reduce a share: as many as the smallest machine has, so
-            every share has an owner on every machine.
-        shares_memory: True if two ranks of some machine share memory, and no machine has failed to
-            map a stage.
+        owners: how many ranks of each machine reduce a share: those of the smallest machine.
+        shares_memory: True if two ranks of some machine share memory, and all can map a stage.
     """
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier) -> None:
@@ -43,48 +41,37 @@ class Stage:
         sizes = nodes.everyone.allgather(nodes.node.size)
         self.owners, self.shares_memory = min(sizes), max(sizes) > 1
         self._nbytes = PIECE if nodes.count == 1 else PIECE_ACROSS
-        self._memory: SharedMemory | None = None
+        self.memory: SharedMemory | None = None  # mapped at the first use
         # Not reset between tensors: a slow rank may still copy the last result out of its slot.
         self._slot = 0
         # Cached, since making these views takes as long as reducing a small piece.
         self._views = lru_cache(maxsize=3 * _SLOTS)(self._make_views)
-        self._dense: torch.Tensor | None = None
+        self.dense: torch.Tensor | None = None  # what `fill` has copied in
         self._pieces: Sequence[torch.Tensor] = ()
-
-    @property
-    def is_open(self) -> bool:
-        return self._memory is not None
-
-    @property
-    def is_filled(self) -> bool:
-        return self._dense is not None
 
     def open(self) -> bool:
         """Maps the memory at first use; False if a machine cannot. Collective."""
-        if self._memory is None and self.shares_memory:
+        if self.memory is None and self.shares_memory:
             with suppress(NoSharedMemory):
-                self._memory = SharedMemory(self._nodes.node, _SLOTS * self._nbytes)
-            if not all(self._nodes.everyone.allgather(self._memory is not None)):
+                self.memory = SharedMemory(self._nodes.node, _SLOTS * self._nbytes)
+            if not all(self._nodes.everyone.allgather(self.memory is not None)):
                 # All machines must use the same algorithm, so all use messages from now on.
-                self._memory, self.shares_memory = None, False
-        return self._memory is not None
+                self.memory, self.shares_memory = None, False
+        return self.memory is not None
 
     def free(self) -> None:
         self._views.cache_clear()
-        if self._memory is not None:
-            self._memory.free()
+        if self.memory is not None:
+            self.memory.free()
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Copies a tensor's first piece in, before the ranks meet. A second call replaces it."""
-        self._dense = tensor.contiguous()
-        self._pieces = self._dense.view(-1).split(self._nbytes // tensor.itemsize)
+        self.dense = tensor.contiguous()
+        self._pieces = self.dense.view(-1).split(self._nbytes // tensor.itemsize)
         self._copy_in(self._pieces[0])
 
     def shares(self) -> Iterator[list[torch.Tensor]]:
-        """Yields for each piece this rank's share of it, from every rank.
-
-        The caller writes the result to the first one before it asks for the next.
-        """
+        """Yields by piece every rank's part of this rank's share; the result goes to the first."""
         for number, piece in enumerate(self._pieces):
             parts, shares = self._views(piece.numel(), piece.dtype, self._slot)
             yield shares
@@ -98,17 +85,14 @@ class Stage:
 
     def take(self) -> torch.Tensor:
         """Returns the reduced tensor: the argument of `fill`, or a dense copy of it."""
-        dense, self._dense, self._pieces = self._dense, None, ()
+        dense, self.dense, self._pieces = self.dense, None, ()
         assert dense is not None, "the stage is empty"
         return dense
 
     def publish(
         self, sent: Sequence[torch.Tensor], most: int
     ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yields for each piece where it begins in its rank's bytes, and every rank's piece.
-
-        `sent` are this rank's bytes. No rank has more than `most`.
-        """
+        """Yields where each piece of `sent` begins, and every rank's; none has more than `most`."""
         for begin in range(0, most, self._nbytes):
             parts, _ = self._views(self._nbytes, torch.uint8, self._slot)
             at = -begin
@@ -128,10 +112,9 @@ class Stage:
     def _make_views(
         self, numel: int, dtype: torch.dtype, slot: int
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns each rank's piece in a slot, and this rank's share of each."""
-        assert self._memory is not None, "the stage is not open"
+        assert self.memory is not None, "the stage is not open"
         begin, nbytes = slot * self._nbytes, numel * dtype.itemsize
-        parts = [part[begin : begin + nbytes].view(dtype) for part in self._memory.segments]
+        parts = [part[begin : begin + nbytes].view(dtype) for part in self.memory.segments]
         first, last = share_of(numel, self._barrier.rank, self.owners)
         return parts, [part[first:last] for part in parts]
 
@@ -172,12 +155,9 @@ class Exchange:
     ) -> None:
         """Sends this rank's tensors and receives others', after the ranks have met.
 
-        Args:
-            sent: no tensor, one for all ranks, or one for each.
-            received: by source; None if that rank sends this one nothing.
-            most: the largest number of bytes that a rank sends; equal on all ranks.
-            begins: by source, where in its bytes those for this rank begin; 0 by default.
-            prepared: False if `prepare` was not called for this exchange.
+        `sent` holds no tensor, one for all ranks, or one for each, and no rank sends more than
+        `most` bytes. By source: `received` (None for nothing), and where in its bytes those for
+        this rank begin. `prepared` is False if `prepare` was not called for this exchange.
         """
         own = self._nodes.everyone.rank
         wanted = [
@@ -196,8 +176,7 @@ class Exchange:
                     of, part = overlap(parts[rank], tensor, at)
                     part.copy_(of)
         for _, tensor, dense in wanted:
-            if dense is not tensor:
-                tensor.copy_(dense)
+            write_back(dense, tensor)
 
     def reduce(
         self,
@@ -207,10 +186,7 @@ class Exchange:
         most: int,
         reduction: Reduction,
     ) -> None:
-        """Reduces the bytes from `begin` on that every rank sends into a flat tensor.
-
-        `sent` and `most` are those of `__call__`, with one tensor for each rank.
-        """
+        """Reduces the bytes from `begin` on that every rank sends (to each) into a flat tensor."""
         pieces = self._pieces(sent, most, prepared=True)
         if pieces is None:
             everybodys = result.new_empty(self._size, result.numel()).unbind()
@@ -228,7 +204,6 @@ class Exchange:
                 )
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Replaces the tensor by the root's, after the ranks have met."""
         own = self._nodes.everyone.rank
         if self._nodes.count == 1:
             received = [tensor if rank == root else None for rank in range(self._size)]
@@ -241,8 +216,7 @@ class Exchange:
         from_root = [parts[own] if rank == root else _NOTHING for rank in range(self._size)]
         self._nodes.everyone.exchange(parts if own == root else nothing, from_root)
         self._nodes.everyone.exchange([parts[own]] * self._size, parts)
-        if dense is not tensor:
-            tensor.copy_(dense)
+        write_back(dense, tensor)
 
     def is_eager(self, most: int) -> bool:
         """True if so many bytes from each rank fit into the eager buffers of a meeting."""
@@ -270,11 +244,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Windows:
-    """A group's tensors in shared memory.
-
-    A rank unmaps memory without tensors at the next `empty` or at the end of the group. The memory
-    is free once the last rank has unmapped it.
-    """
+    """A group's tensors in shared memory, which `empty` unmaps once this rank has dropped them."""
 
     def __init__(self, node: Transport) -> None:
         self._node = node
@@ -284,17 +254,11 @@ class Windows:
         self._memories: dict[int, tuple[int, SharedMemory]] = {}
         self._made = 0
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Makes a flat, uninitialised tensor per rank, or raises NoSharedMemory. Collective."""
-        return self._make(numel, dtype, self._node.rank)
-
-    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Makes one such tensor for all ranks of the machine. Collective."""
-        return self._make(numel, dtype, 0)
-
-    def _make(self, numel: int, dtype: torch.dtype, owner: int) -> torch.Tensor:
+    def empty(self, numel: int, dtype: torch.dtype, for_all: bool = False) -> torch.Tensor:
+        """Makes a flat, uninitialised tensor, one per rank or for all ranks of the machine."""
         self.free_unused()
         self._made += 1  # even if it fails below, since it may succeed on other machines
+        owner = 0 if for_all else self._node.rank
         mine = owner == self._node.rank
         memory = SharedMemory(self._node, numel * dtype.itemsize if mine else 0)
         self._memories[memory.addresses[owner]] = (self._made, memory)
@@ -313,7 +277,6 @@ class Windows:
         return f"window {number} at {tensor.data_ptr() - address}"
 
     def by_rank(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns every rank's tensor at the place of this one, flat."""
         address = tensor.untyped_storage().data_ptr()
         _, memory = self._memories[address]
         begin = tensor.data_ptr() - address
@@ -325,9 +288,7 @@ class Windows:
         return found
 
     def free_unused(self) -> None:
-        """Unmaps memory in which no tensor of this rank lies any more."""
-        # Other ranks may still use it: each has its own mapping, and none can reduce in place
-        # without this rank's tensor.
+        # Other ranks may still use it: each has a mapping of its own.
         for address, (_, memory) in list(self._memories.items()):
             if not memory.in_use:
                 self._memories.pop(address)

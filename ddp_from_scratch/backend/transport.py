@@ -5,12 +5,12 @@ This module sends them over gloo, `mpi_transport.py` over MPI.
 
 import os
 import pickle
-import select
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -24,15 +24,10 @@ from ddp_from_scratch.waiting import lost_rank_check
 
 
 class Transport(Protocol):
-    """Ranks that exchange messages. Each method is collective; one thread at a time may call it.
-
-    Attributes:
-        rank, size: this rank's index, and the number of ranks.
-        world_ranks: by rank, the rank in the whole job, which errors name.
-    """
+    """Ranks that exchange messages. Each method is collective; one thread at a time may call it."""
 
     rank: int
-    world_ranks: list[int]
+    world_ranks: list[int]  # by rank, the rank in the whole job, which errors name
 
     @property
     def size(self) -> int: ...
@@ -66,27 +61,25 @@ def flat_bytes(dense: torch.Tensor) -> torch.Tensor:
     return dense.detach().as_strided((dense.numel(),), (1,)).view(torch.uint8)
 
 
-class ProcessWatch:
-    """Notices when processes end, by descriptors that no later process can take over.
+def write_back(dense: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Copies to a tensor what was computed in `tensor.contiguous()`; returns the tensor."""
+    return tensor if dense is tensor else tensor.copy_(dense)
 
-    Args:
-        pids: of running processes; 0 stands for none. A process without a descriptor (an old
-            kernel) never counts as ended, so its rank is missed only at the timeout.
-    """
+
+class ProcessWatch:
+    """Notices when processes end, by descriptors that no later process can take over."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._index_of: dict[int, int] = {}
-        for index, pid in enumerate(pids):
+        for index, pid in enumerate(pids):  # 0 stands for none
+            # Without a descriptor (an old kernel), the rank is missed only at the timeout.
             if pid not in (0, os.getpid()) and hasattr(os, "pidfd_open"):
                 with suppress(OSError):
                     self._index_of[os.pidfd_open(pid)] = index
 
     def ended(self) -> list[int]:
-        """Returns the indices of the processes that have ended, in whatever way."""
-        poll = select.poll()
-        for descriptor in self._index_of:
-            poll.register(descriptor, select.POLLIN)
-        return [self._index_of[descriptor] for descriptor, _ in poll.poll(0)]
+        ready = wait(self._index_of, 0)
+        return [index for descriptor, index in self._index_of.items() if descriptor in ready]
 
     def close(self) -> None:
         while self._index_of:
@@ -97,8 +90,7 @@ class ProcessWatch:
 
 def this_machine() -> str:
     """Returns a name that no other machine has."""
-    # The kernel's boot id, since host names may coincide, and the network namespace: a container
-    # with its own network counts as a machine.
+    # Host names may coincide; a container with its own network counts as a machine.
     boot = Path("/proc/sys/kernel/random/boot_id")
     if not boot.exists():
         return f"process {os.getpid()}"  # not Linux, where ranks share no memory
@@ -107,21 +99,14 @@ def this_machine() -> str:
 
 @dataclass
 class GlooTransport:
-    """A `Transport` that sends objects through torch's store and tensors through gloo.
+    """A `Transport` that sends objects through torch's store and tensors through gloo."""
 
-    Attributes:
-        store: used by these ranks alone.
-        rank, world_ranks: see `Transport`.
-        timeout: the limit of each call.
-        machine: ranks with the same name count as ranks of one machine.
-        processes: this machine's processes by world rank, once `split_by_machine` was called.
-    """
-
-    store: dist.Store
+    store: dist.Store  # used by these ranks alone
     rank: int
     world_ranks: list[int]
-    timeout: timedelta
+    timeout: timedelta  # of each call
     machine: str = field(default_factory=this_machine)
+    # This machine's, by world rank, once `split_by_machine` was called.
     processes: ProcessWatch = field(default_factory=lambda: ProcessWatch([]))
     # The number of calls so far; equal on all ranks in one call.
     _calls: int = field(default=0, init=False)
@@ -194,16 +179,14 @@ class GlooTransport:
         )
 
     def free(self) -> None:
-        # A Reducer may keep a closed group alive. torch's store is a server on rank 0, whose port
-        # the next default group may need.
+        # A Reducer may keep a closed group alive. The next group may need the store's port.
         self._opened = None
         self.__dict__.pop("store", None)
         self.processes = ProcessWatch([])  # closed with the last transport that has it
 
     @property
     def _gloo(self) -> dist.ProcessGroup:
-        # Not a cached_property, which has one lock for all groups up to Python 3.11: two groups
-        # that two ranks open in different orders would deadlock.
+        # Not a cached_property: with its one lock (Python 3.11) two groups could deadlock.
         if self._opened is None:
             try:
                 self._opened = open_gloo(self.store, self.rank, self.size, self.timeout)

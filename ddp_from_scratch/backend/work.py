@@ -21,17 +21,13 @@ Result = list[torch.Tensor]
 
 @dataclass(slots=True)
 class Operation:
-    """This rank's part of a collective. It keeps its tensors alive.
+    """This rank's part of a collective. It keeps its tensors alive."""
 
-    Attributes:
-        fingerprint: describes the operation; equal on all ranks, and part of errors.
-        run: called once all ranks have arrived; communicates, and may return tensors.
-        prepare: called before the ranks meet, in the operation's turn; returns the place of its
-            tensor, which may differ between ranks (`CheckedBarrier.same_place`).
-    """
-
+    # Describes the operation; equal on all ranks, and part of errors.
     fingerprint: str
+    # Called once all ranks have arrived.
     run: Callable[[], Result | None]
+    # Called before, in the operation's turn; returns the place of its tensor (`same_place`).
     prepare: Callable[[], str] = str
 
 
@@ -54,13 +50,7 @@ def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, second
 
 
 class NodeWork(dist.Work):
-    """The work handle of one call.
-
-    Args:
-        name: names the call and the rank in error messages; called only for an error.
-        timeout: the group's timeout, after which the operation itself fails if a rank is missing.
-        barrier: knows the missing ranks.
-    """
+    """The work handle of one call, which `name` names in errors; the group has this timeout."""
 
     def __init__(
         self, name: Callable[[], str], timeout: timedelta, barrier: CheckedBarrier
@@ -77,11 +67,6 @@ class NodeWork(dist.Work):
         self._under_way.acquire()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the operation has ended.
-
-        Raises:
-            CommunicationError: the call failed, or did not end in time. The text names it.
-        """
         if not self._ended:
             self._wait_until_ended(timeout)
         if self._error is not None:
@@ -143,8 +128,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._queue: SimpleQueue[tuple[NodeWork, Run] | None] = SimpleQueue()
-        # Submitted and unfinished work. It is added before it can begin and removed after it has
-        # ended, so a thread that finds the set empty may run an operation at once.
+        # Submitted and unfinished work; a thread that finds it empty may run an operation at once.
         self._queued: set[NodeWork] = set()
         self._turn = threading.Lock()  # held while an operation runs
         self._closed = False
@@ -164,8 +148,7 @@ class Worker:
         if at_once and not self._queued and self._turn.acquire(blocking=False):
             self._execute(work, run)
         elif threading.get_ident() == self._thread.ident:
-            # A future's callback submits from the worker thread itself and may wait for the result,
-            # so this thread runs the queue first, and then the new operation.
+            # A future's callback submits here and may wait, so this thread runs the queue first.
             while self._queued and (item := self._queue.get()) is not None:
                 self._take(*item)
             self._take(work, run)

@@ -57,12 +57,9 @@ class Agent:
     1. Start: one rank for each number in `members`, with signal handlers already installed.
     2. Watch: until all ranks exit with 0, one fails, or a signal arrives.
     3. End: stop the ranks that still run.
-
-    `environment` returns the environment variables of a rank, given its number.
     """
 
-    # Sent at the first stop signal, the second, and so on. Not SIGINT: a Python that is still
-    # importing answers it with a traceback.
+    # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
     ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
 
     def __init__(
@@ -98,7 +95,6 @@ class Agent:
                 self._start(member)
             # 2. Watch
             code = self._watch()
-            return code
         finally:
             # 3. End
             self._end_all()
@@ -106,6 +102,7 @@ class Agent:
                 self._peers.close(code)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+        return code
 
     def _start(self, member: int) -> None:
         self._children[member] = self._spawn(os.environ | self._environment(member))
@@ -173,17 +170,17 @@ class Agent:
 
     def _failed(self, member: int, code: int) -> int:
         name, others = self._name(member), "; all other ranks were stopped"
-        if self._server is not None and self._server.returncode is not None:
+        if (of_server := self._server_code()) is not None:
             name, others = "the fork server, from which all ranks here were started,", ""
-            code = self._server.returncode
+            code = of_server
         if code < 0:
             say(f"{name} {how_it_ended(code)}{others}")
         self._tell_peers(f"{name} {how_it_ended(code)}")
         return exit_code(code)
 
-    def _server_is_gone(self) -> bool:
-        """True once a poll has found that the fork server, and so all its ranks, has exited."""
-        return self._server is not None and self._server.returncode is not None
+    def _server_code(self) -> int | None:
+        """Returns the fork server's exit code; None until a poll has found that it has ended."""
+        return None if self._server is None else self._server.returncode
 
     def _name(self, member: int) -> str:
         rank = self._environment(member).get("RANK")
@@ -217,7 +214,6 @@ class Agent:
         return {member: child for member, child in self._children.items() if child.poll() is None}
 
     def _kill_stopped(self) -> None:
-        """Kills children that have been stopped (SIGSTOP) for longer than `_STOPPED_S`."""
         now = time.monotonic()
         for member, child in self._running().items():
             if not _is_stopped(child):

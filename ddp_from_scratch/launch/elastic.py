@@ -161,7 +161,11 @@ class ElasticAgent(Agent):
             self._note_arrivals()
             if not self._received:
                 self._regroup()
-                self._let_in()
+                if self._nodes is not None:
+                    # Known only after the job has begun.
+                    able = [self._said[member].most_ranks for member in self._carriers()]
+                    for machine in self._nodes.admit(min(able, default=0), len(self._living)):
+                        self._start_another(machine)
             time.sleep(_POLL_S if self._generation.steps else _MEETING_S)
 
     def _lose(self, member: int, code: int) -> int | None:
@@ -170,11 +174,10 @@ class ElasticAgent(Agent):
         if code - 128 in STOPS and not self._received:
             self._received.append(code - 128)
         if self._received:
-            # Ranks that were asked to stop exit one after another with the signal's code. If one
-            # was killed instead, the others wait for a rank that is gone.
+            # As in `Agent._watch`.
             died = code < 0 and member in self._generation.members
             return self._stopped() if died or not self._living else None
-        if self._server_is_gone():
+        if self._server_code() is not None:
             return self._failed(member, code)
         said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._carriers())
         never_joined = code > 0 and not said.arrived
@@ -211,13 +214,6 @@ class ElasticAgent(Agent):
         say(f"process {member} {how}: continuing with {ranks}{then}")
         return None
 
-    def _let_in(self) -> None:
-        if self._nodes is not None:
-            # Known only after the job has begun.
-            most = min((self._said[member].most_ranks for member in self._carriers()), default=0)
-            for machine in self._nodes.admit(most, len(self._living)):
-                self._start_another(machine)
-
     def _note_arrivals(self) -> None:
         generation = self._generation
         said = [self._said.get(member, Member()) for member in generation.members]
@@ -239,14 +235,12 @@ class ElasticAgent(Agent):
             self._children[member].poll() or self._store.member(member).arrived < number
             for member in set(members) - present
         )
-        # A process that joins waits a moment: members that have not arrived at the last generation
-        # yet would leave the others waiting there.
+        # One that joins waits a moment, until all members have come to the last generation.
         is_settled = time.monotonic() - self._announced_at > _SETTLED_S
         if lost or asking & present or (asking and is_settled):
             self._announce(present | asking)
 
     def _carriers(self) -> set[int]:
-        """Returns the living processes that have state to share."""
         return {m for m, said in self._said.items() if m in self._living and said.most_ranks}
 
     def _announce(self, members: set[int]) -> None:

@@ -67,8 +67,7 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     """The launcher of this process: "torchrun", "mpirun", "srun" or "none"."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
-    # mpirun before srun: inside a Slurm job both are set, but srun's variables describe the daemon
-    # that mpirun started.
+    # mpirun before srun: in a Slurm job srun's variables may describe the daemon of mpirun.
     step_size = environ.get("SLURM_STEP_NUM_TASKS")
     if "OMPI_COMM_WORLD_RANK" in environ or environ.get("PMI_SIZE", step_size) != step_size:
         return "mpirun"
@@ -205,8 +204,7 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
             "install your system's MPI"
         )
     defaults = {
-        # Use shared memory only, so that ranks open no port. Open MPI 5 accepts vader as a name for
-        # sm; Open MPI 4 does not know sm.
+        # Shared memory only, so ranks open no port. vader is sm in Open MPI 4, and accepted by 5.
         "OMPI_MCA_pml": "ob1",
         "OMPI_MCA_btl": "self,vader",
         # Allow more ranks than cores, in Open MPI 5 and 4.
@@ -224,17 +222,14 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
 
 def choose_interface(placement: Placement) -> None:
     """Selects loopback for a single machine, else the interface that reaches the master."""
-    # By default gloo takes the interface of the host name, and nccl the first one: on one machine a
-    # port open to others, on several often the wrong one. A process of an elastic job begins in a
-    # world of one, even on several machines.
+    # By default gloo takes the interface of the host name, and nccl the first one: often a wrong
+    # one, or one open to others. An elastic process begins in a world of one on any machine.
+    found = None
     if placement.one_machine and MACHINE_0 not in os.environ:
-        loopback = _loopback()
-        if loopback is not None:
-            # Not needed if the user chose another interface.
-            if "GLOO_SOCKET_IFNAME" not in os.environ:
-                require_loopback()
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+        # Not needed if the user chose another interface.
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            require_loopback()
+        nccl = found = _loopback()
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
         # `start_ranks` sets MASTER_ADDR to loopback, where the agent forwards connections.
         master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
@@ -246,11 +241,12 @@ def choose_interface(placement: Placement) -> None:
             return
         names = (name for _, name in socket.if_nameindex())
         found = next((name for name in names if _address(name) == address), None)
-        if found is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
-            # NCCL bootstraps here; data still uses InfiniBand if there is any. NCCL matches a name
-            # as a prefix unless it follows "=".
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={found}")
+        # NCCL bootstraps here; data still uses InfiniBand if there is any. NCCL matches a name as a
+        # prefix unless it follows "=".
+        nccl = f"={found}"
+    if found is not None and nccl is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", nccl)
 
 
 def _loopback() -> str | None:

@@ -13,7 +13,6 @@ import atexit
 import gc
 import os
 import runpy
-import select
 import signal
 import subprocess
 import sys
@@ -21,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
 
@@ -164,15 +163,12 @@ def serve() -> None:
 
 def _serve(connection: Connection) -> list[str]:
     """Forks ranks. Returns the command in each rank, and never returns in the server."""
-    poller = select.poll()
-    poller.register(connection, select.POLLIN)
     running: dict[int, tuple[int, int]] = {}  # pidfd: the caller's index and the process id
     safe = _can_run_in_a_fork()
     while True:
-        for file, _ in poller.poll():
-            if file in running:
+        for file in wait([connection, *running]):
+            if isinstance(file, int):
                 index, pid = running.pop(file)
-                poller.unregister(file)
                 os.close(file)
                 # A zombie keeps its process id, so the caller's signal reaches no other process.
                 ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -201,9 +197,7 @@ def _serve(connection: Connection) -> list[str]:
                     return list(command)
                 os.execv(command[0], command)
             connection.send((index, pid, None))
-            file = os.pidfd_open(pid)
-            running[file] = (index, pid)
-            poller.register(file, select.POLLIN)
+            running[os.pidfd_open(pid)] = (index, pid)
 
 
 def _can_run_in_a_fork() -> bool:
@@ -246,20 +240,16 @@ def _run(command: list[str]) -> None:
         return
     # A new module, because the server's `__main__` has names that the command's has not.
     main = sys.modules["__main__"] = ModuleType("__main__")
-    if kind == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        code = compile(rest[0], "<string>", "exec", dont_inherit=True)
-    else:
-        sys.argv = [kind, *rest]
-        main.__file__ = os.path.abspath(kind)
-        code = compile(Path(kind).read_bytes(), main.__file__, "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+    text, name = rest[0].encode() if kind == "-c" else Path(kind).read_bytes(), "<string>"
+    sys.argv = ["-c", *rest[1:]] if kind == "-c" else [kind, *rest]
+    if kind != "-c":
+        name = main.__file__ = os.path.abspath(kind)
+    exec(compile(text, name, "exec", dont_inherit=True), main.__dict__)
 
 
 def _print_traceback(
     kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Prints a traceback without the server's frames at its top."""
     while traceback is not None and traceback.tb_frame.f_code is not _run.__code__:
         traceback = traceback.tb_next
     traceback = traceback and traceback.tb_next

@@ -54,10 +54,10 @@ class Link:
 
     def failure(self) -> str | None:
         reason: str | None = None if self.job is None else self.job["failure"]
+        silence = time.monotonic() - self.heard
         if reason is None and self.is_closed and not self.report["ended"]:
             reason = "machine 0 no longer answers"
-        silence = time.monotonic() - self.heard
-        if reason is None and silence > self.timeout:
+        elif reason is None and silence > self.timeout:
             reason = no_answer(0, silence)
         self.report["ended"] |= reason is not None
         return reason
@@ -70,7 +70,6 @@ class Link:
         return self.is_closed or (self.job is not None and self.job["end"] is not None)
 
     def close(self, code: int) -> None:
-        """Sends a last report; gives up after a second."""
         self.report["ended"] = self._last = True
         self._thread.join(1.0)
 
@@ -115,7 +114,7 @@ class NodeAgent(Agent):
         link = self._link
         while True:
             self._report()
-            if self._server_is_gone() and not self._received:
+            if self._server_code() is not None and not self._received:
                 return self._failed(0, 1)
             silence = time.monotonic() - link.heard
             if link.is_closed or silence > link.timeout:
@@ -137,23 +136,20 @@ class NodeAgent(Agent):
                 if orders is None:
                     say("another command has taken this machine's place: its ranks were stopped")
                     return 1
-                for order in orders[self._done :]:
-                    self._obey(*order)
+                for kind, member, argument in orders[self._done :]:
+                    self._done += 1
+                    if kind == "start":
+                        self._start(member)
+                    elif self._children[member].poll() is None:
+                        self._children[member].send_signal(argument)
             self._kill_stopped()
             time.sleep(EXCHANGE_S / 2)
-
-    def _obey(self, kind: str, member: int, argument: int) -> None:
-        self._done += 1
-        if kind == "start":
-            self._start(member)
-        elif self._children[member].poll() is None:
-            self._children[member].send_signal(argument)
 
     def _report(self) -> None:
         codes = {member: child.poll() for member, child in self._children.items()}
         # If the fork server is lost, machine 0 must not hear that its ranks are: it would replace
         # them on this machine. It loses the whole machine instead, as if it were switched off.
-        if not self._server_is_gone():
+        if self._server_code() is None:
             self._link.report |= {"codes": codes, "signals": list(self._received)}
 
     def _end_all(self) -> None:

@@ -8,11 +8,10 @@
 Each agent that arrives draws a ticket, which is part of its keys: a second agent on a machine gets
 none of the orders for the first.
 
-In a job that is not elastic each agent watches its own ranks and reports failures. In an elastic
-job machine 0 decides, and the other agents (`NodeAgent`) start and end ranks on its orders. A
-machine without a heartbeat for `LOST_S` is lost with its ranks. If machine 0 has none, the other
-machines end their ranks, so two halves of a job never both continue. No rank starts on a lost
-machine. When the machine answers again or its agent is restarted, it gets as many ranks as before.
+Each agent watches its own ranks and reports failures; in an elastic job machine 0 decides, and the
+other agents (`NodeAgent`) obey. A machine without a heartbeat for `LOST_S` is lost with its ranks,
+and gets as many when it answers again or its agent restarts. If machine 0 has no heartbeat, the
+others end their ranks, so two halves of a job never both continue.
 """
 
 import json
@@ -73,14 +72,10 @@ class FarRank:
 
 
 class Nodes:
-    """Machine 0's view of the other machines.
+    """Machine 0's view of the other machines, through a store that all of them reach.
 
-    Args:
-        store: one that all machines reach.
-        counts: number of ranks on each machine.
-        elastic: True if the job continues without a lost machine.
-        asked: options that must be the same on all machines, by name.
-        timeout: seconds in which a machine must arrive (elastic jobs) or answer (other jobs).
+    `counts` has the number of ranks on each machine, and `asked` the options that must be the same.
+    In `timeout` seconds a machine must arrive (elastic jobs) or answer (other jobs).
     """
 
     def __init__(
@@ -157,10 +152,10 @@ class Nodes:
         self._write()
 
     def admit(self, most: int = 0, running: int = 0) -> list[int]:
-        """Admits machines that have arrived; returns the machine of each rank to start.
+        """Admits machines that have arrived; returns the machine of each rank to start, if late.
 
         The job has `running` ranks and can use `most`, 0 until it has begun. A machine that comes
-        late or again waits until then. Only such machines are in the result.
+        late or again waits until then.
         """
         late: list[int] = []
 
@@ -214,11 +209,9 @@ class Nodes:
                 there = refusal.partition(":")[0].replace(" here ", " there ")
                 self._failure = self._failure or f"machine {number}: {there}"
             return refusal
-        if number > len(self._counts):
+        if number > (there_are := len(self._counts)):
             # The machine before it may still arrive.
-            text = (
-                f"--node-rank is {number}, and the next machine that comes is {len(self._counts)}"
-            )
+            text = f"--node-rank is {number}, and the next machine that comes is {there_are}"
             return text if is_late else None
         if node is not None and not node.lost:
             if node.ticket is not None:
@@ -241,7 +234,6 @@ class Nodes:
     def _refusal(
         self, number: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
     ) -> str | None:
-        """Returns why an agent is refused; None if it is not."""
         if elastic != self._elastic:
             here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"

@@ -60,8 +60,6 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     KeyboardInterrupt     130   nothing
     any other exception   1     the traceback
     ====================  ====  ================================================================
-
-    A failing process exits without unwinding.
     """
     try:
         code = main()
@@ -103,9 +101,8 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
 def _end() -> NoReturn:
     """Exits as Python does, but without tearing down modules and objects.
 
-    In a forked rank the teardown would write to every page of torch's objects, which are shared
-    until then: half a second of CPU time per rank. `multiprocessing` exits like this, too. Only our
-    own program may: another one may have a file that is not written out yet.
+    In a forked rank the teardown would copy every page of torch's objects: half a second of CPU
+    time. Only our own program may: another one may have a file that is not written out yet.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # joins all non-daemon threads
     atexit._run_exitfuncs()
@@ -121,13 +118,12 @@ def is_communication_error(error: Exception) -> bool:
     if isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error)):
         return True
     if _is_of_backend(error):
-        return re.search(_PEER_GONE, str(error)) is not None
+        # All other NCCL errors are this rank's own: out of memory, a full /dev/shm, an old driver.
+        gone = r"(?i)remote *(error|process|peer)|aborted|connection (closed|reset)|broken pipe"
+        return re.search(gone, str(error)) is not None
     dist = _distributed()
-    return isinstance(error, (CommunicationError, *([dist.DistError] if dist else [])))
-
-
-# All other NCCL errors are this rank's own: out of memory, a full /dev/shm, an old driver.
-_PEER_GONE = r"(?i)remote *(error|process|peer)|aborted|connection (closed|reset)|broken pipe"
+    known = (CommunicationError, dist.DistError) if dist else CommunicationError
+    return isinstance(error, known)
 
 
 def _is_of_backend(error: Exception) -> bool:
@@ -182,8 +178,7 @@ def replace_closed_streams() -> None:
     """Opens /dev/null for each closed standard stream (`>&-`)."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            # /dev/null gets the lowest free file descriptor, which is the stream's. Otherwise the
-            # next socket or file would get it, and with it all output.
+            # /dev/null gets the stream's file descriptor, or the next file would, with all output.
             stream = open(os.devnull, "r+")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
@@ -191,26 +186,18 @@ def replace_closed_streams() -> None:
 
 def write_line(text: str, stream: TextIO) -> None:
     """Prints a line and flushes it; redirects the stream to /dev/null if that fails."""
+    flush(stream, f"{text}\n")
+
+
+def flush(stream: TextIO, text: str = "") -> None:
+    """Writes the text and flushes the buffer; redirects the stream to /dev/null if that fails."""
     try:
-        print(text, file=stream, flush=True)
+        print(text, end="", file=stream, flush=True)
     except OSError as error:
-        give_up(stream, error)
-
-
-def flush(stream: TextIO) -> None:
-    """Flushes the buffer; redirects the stream to /dev/null if that fails."""
-    try:
-        stream.flush()
-    except OSError as error:
-        give_up(stream, error)
-
-
-def give_up(stream: TextIO, error: OSError) -> None:
-    """Redirects a stream, with its buffer, to /dev/null."""
-    # At the stream's own file descriptor: Python's next flush of the buffer then succeeds.
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
-    if stream is sys.stdout:
-        why = f"warning: standard output cannot be written to ({error.strerror})"
-        write_line(f"{why}: continuing without", sys.stderr)
+        # At the stream's own file descriptor: Python's next flush of the buffer then succeeds.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        if stream is sys.stdout:
+            why = f"warning: standard output cannot be written to ({error.strerror})"
+            write_line(f"{why}: continuing without", sys.stderr)

@@ -44,30 +44,18 @@ _PAUSE_S = 0.2  # between a failed `accept` and the next
 
 
 class Rendezvous:
-    """A store on machine 0 for the agents and ranks of several machines.
-
-    Takes the arguments of `start_ranks`. `environment` has variables for the ranks.
-
-    Raises:
-        UsageError: the port is taken; `addr` is not an address of machine 0, is only a name for
-            loopback there, or does not answer as machine 0; or the secrets differ.
-    """
+    """A store on machine 0 for the agents and ranks of all, and variables for the ranks."""
 
     def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
-        listening: int | None = None
-        if node_rank == 0:
-            # May fail, so a new secret is printed only afterwards.
-            self._listeners = _listen(addr, port)
-            secret = _secret(node_rank, addr, port)
-            # The store listens on loopback only; other machines reach it through the gate.
-            inside = socket.create_server(("127.0.0.1", 0))
-            local: int = inside.getsockname()[1]
-            listening = inside.detach()
-        else:
-            secret = _secret(node_rank, addr, port)
+        # May fail, so a new secret is printed only afterwards.
+        outside = _listen(addr, port) if node_rank == 0 else []
+        secret = _secret(node_rank, addr, port)
+        if node_rank > 0:
             answers = _await_answer(addr, port, secret, timeout)
-            self._listeners = [socket.create_server(("127.0.0.1", 0))]
-            local = self._listeners[0].getsockname()[1]
+        # Where machine 0's store listens; on the others, what their agents forward to its gate.
+        inside = socket.create_server(("127.0.0.1", 0))
+        local: int = inside.getsockname()[1]
+        self._listeners = outside or [inside]
 
         def onward(visitor: socket.socket) -> socket.socket:
             if node_rank == 0:
@@ -85,7 +73,7 @@ class Rendezvous:
             is_master=node_rank == 0,
             timeout=timedelta(seconds=timeout),
             wait_for_workers=False,
-            master_listen_fd=listening,
+            master_listen_fd=inside.detach() if node_rank == 0 else None,
         )
         # The ranks are clients of this store, like the ranks of torchrun's agent.
         self.environment = {
@@ -129,7 +117,6 @@ def _secret(node_rank: int, addr: str, port: int) -> bytes:
 
 
 def _listen(addr: str, port: int) -> list[socket.socket]:
-    """Listens on machine 0, on this address only."""
     not_here = f"--master-addr must be an address of machine 0, which this is, got {addr}"
     try:
         found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
@@ -195,11 +182,7 @@ class StrangerError(Exception):
 
 
 def prove(connection: socket.socket, secret: bytes, end: float) -> None:
-    """Proves to machine 0 that this side knows the secret, and verifies that machine 0 does.
-
-    Raises a StrangerError if the other end refuses or is not machine 0, an OSError if nothing
-    answers before `end`, a time of `time.monotonic`.
-    """
+    """Proves to machine 0 that this side knows the secret, and verifies that machine 0 does."""
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_GREETING + mine)
     greeting = _receive(connection, len(_GREETING), end)
@@ -232,10 +215,7 @@ def check(connection: socket.socket, secret: bytes) -> None:
 
 
 def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
-    """Forwards each connection to the one that `onward` opens for it, in threads.
-
-    Runs until `listener` is closed. `onward` may raise OSError or StrangerError.
-    """
+    """Forwards each connection to the one that `onward` opens, until `listener` is closed."""
 
     def accept() -> None:
         while listener.fileno() >= 0:
@@ -258,7 +238,6 @@ def _join(connection: socket.socket, onward: Callable[[socket.socket], socket.so
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:
-    """Copies bytes until one end closes, then closes both."""
     with suppress(OSError):
         while data := source.recv(65536):
             target.sendall(data)
@@ -269,7 +248,6 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 
 def _receive(connection: socket.socket, count: int, end: float) -> bytes:
-    """Receives `count` bytes, or fewer if the other end hangs up."""
     received = b""
     while len(received) < count:
         # A timeout of 0 means non-blocking, and a negative one is refused.
@@ -282,8 +260,7 @@ def _receive(connection: socket.socket, count: int, end: float) -> bytes:
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> bytes:
-    # Covers both ends' nonces, so that no proof can be replayed, and the name of the side, so that
-    # no proof can be reflected.
+    # Both ends' nonces, so that no proof can be replayed, and the side's name against reflection.
     return hmac.digest(secret, who + b"\0" + nonces, hashlib.sha256)
 
 

@@ -1,20 +1,17 @@
 """Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
 import ctypes
-import fcntl
 import inspect
 import os
 import pickle
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -102,7 +99,8 @@ def start_ranks(
     nodes: Nodes | None = None
     link: Link | None = None
     with ExitStack() as stack:
-        folder = stack.enter_context(_run_folder())
+        # Mode 0700.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
         if callable(command):
             command = _command_of(command, folder)
         common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
@@ -137,22 +135,12 @@ def start_ranks(
 
         if link is not None:
             return NodeAgent(command, environment_of, link, preload).run()
-        arguments = command, environment_of, counts, max_restarts, JobStore(store), preload, nodes
-        return ElasticAgent(*arguments).run()
+        job = counts, max_restarts, JobStore(store)
+        return ElasticAgent(command, environment_of, *job, preload, nodes).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
-    """Runs `mpirun -n NPROC COMMAND` on this machine and waits for it.
-
-    Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP reach the ranks as SIGUSR1. A second Ctrl-C ends them, and
-    so do SIGQUIT and SIGUSR2.
-
-    Returns:
-        mpirun's exit code, which is that of the first rank that failed; 128 + N after signal N.
-
-    Raises:
-        UsageError: there is no mpirun, or the loopback interface is down.
-    """
+    """Runs `mpirun -n NPROC COMMAND` on this machine; returns its exit code."""
     environment.require_loopback()
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
@@ -166,8 +154,7 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
 class _MpirunAgent(Agent):
     """One child, mpirun, which watches the ranks itself."""
 
-    # mpirun forwards SIGUSR1 and otherwise ignores it. After any other signal Open MPI kills its
-    # ranks 0.2 s later, too early for a checkpoint, and no setting changes that.
+    # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
     ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 
     def _spawn(self, environ: dict[str, str]) -> Child:
@@ -192,11 +179,6 @@ _CALL = (
 
 
 def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
-    """Writes the function to a file in `folder`; returns a command that reads and calls it.
-
-    cloudpickle writes a function of `__main__`, such as a notebook's, with its code and what it
-    uses; other functions are written by name.
-    """
     inner: Any = function
     while isinstance(inner, partial):
         inner = inner.func
@@ -209,7 +191,7 @@ def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
     try:
         from cloudpickle import dumps
     except ImportError:
-        if inner.__module__ == "__main__":
+        if inner.__module__ == "__main__":  # cloudpickle writes it with its code, others by name
             raise UsageError(
                 f"start_ranks({name}): a function of a notebook or of the program itself needs "
                 f"cloudpickle: pip install cloudpickle, or put the function into a module"
@@ -238,32 +220,3 @@ def call(written: bytes) -> None:
             raise told
 
         run_to_exit(fail)
-
-
-# A private folder for the files of a run ----------------------------------------------------------
-
-_PREFIX = "ddp-run-"
-_NEW_S = 60.0  # a younger folder may not be locked yet
-
-
-@contextmanager
-def _run_folder() -> Iterator[Path]:
-    """Makes a folder that is removed at the end, and removes those of killed runs."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, or in use
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found = os.fstat(lock)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
-                    shutil.rmtree(left)
-            finally:
-                os.close(lock)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
-        lock = os.open(name, os.O_RDONLY)
-        try:
-            # The kernel drops the lock when this process ends.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(name)
-        finally:
-            os.close(lock)

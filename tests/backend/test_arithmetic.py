@@ -1,27 +1,15 @@
-"""Arithmetic of the shared-memory engine: shares, rounds, folds, fingerprints. No processes."""
-
-from itertools import pairwise
+"""Arithmetic of the shared-memory engine: rounds, folds, fingerprints. No processes."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend import operations
-from ddp_from_scratch.backend.reduction import Reduction, share_of
+from ddp_from_scratch.backend.reduction import Reduction
 from ddp_from_scratch.backend.shared_memory import rounds_of
 
 hypothesis = pytest.importorskip("hypothesis")
 given, st = hypothesis.given, hypothesis.strategies
-
-
-@given(st.integers(0, 10_000), st.integers(1, 9))
-def test_shares_cover_everything_once(numel, owners):
-    shares = [share_of(numel, rank, owners) for rank in range(owners)]
-    assert shares[0][0] == 0
-    assert shares[-1][1] == numel
-    assert all(end == begin for (_, end), (begin, _) in pairwise(shares))
-    assert all(begin % 16 == 0 or begin == numel for begin, _ in shares)
-    assert share_of(numel, owners, owners) == (numel, numel)  # a rank past them has none
 
 
 @given(st.integers(1, 70))
@@ -68,20 +56,14 @@ def test_an_average_over_three_divides_the_sum_which_rounds_once():
     assert average.fold([values, 2 * values, 4 * values], values.clone()).equal(7 * values / 3)
 
 
-names = st.text(st.characters(exclude_characters="\n\0", exclude_categories=["Cs"]), max_size=300)
+names = st.text("abc é", max_size=300)
 
 
 @given(names, names, names)
-def test_fingerprints_differ_where_operations_do(first, second, place):
+def test_fingerprints_differ_where_operations_do_and_fit_their_memory(first, second, place):
     one, other = operations.fingerprint_of(first, place), operations.fingerprint_of(second, place)
     assert (one == other) == (first == second)
     assert not one.startswith(other) or one == other
-
-
-@given(st.text("abc", max_size=300), st.text("abc", max_size=300))
-def test_a_fingerprint_fits_its_memory_and_gives_the_operation_back(operation, place):
-    encoded = operations.fingerprint_of(operation, place)
-    padded = encoded.ljust(operations.FINGERPRINT_NBYTES, b"x")
-    assert len(padded) == operations.FINGERPRINT_NBYTES
-    assert operations.operation_in(padded)[:150] == operation[:150]
+    padded = one.ljust(operations.FINGERPRINT_NBYTES, b"x")
+    assert operations.operation_in(padded)[:150] == first[:150]
     assert operations.split_fingerprints(padded * 3) == [padded] * 3

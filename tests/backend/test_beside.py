@@ -18,7 +18,6 @@ from tests.support.on_ranks import on
 
 @contextlib.contextmanager
 def groups_of(*members):
-    """Groups of these ranks, closed at the end."""
     groups = [dist.new_group(ranks) for ranks in members]
     yield groups
     for group in groups:

@@ -26,7 +26,6 @@ ROW = EAGER_NBYTES
 
 
 def at_sizes(*first):
-    """Crews of these in the quick tier, and of 4 ranks in the second."""
     every = [*first, "node-4", "mpi-4"]
     cases = [case if case in first else slow(case) for case in every]
     return pytest.mark.parametrize("crew", cases, indirect=True)
@@ -166,7 +165,6 @@ def test_all_reduce(ranks, called, backend):
 @pytest.mark.parametrize("crew", ["node-3", slow("mpi-3")], indirect=True)
 @on("crew")
 def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(world):
-    """Each rank stays behind in the barrier now and then, at another place than the others."""
     group = dist.new_group()
     barrier = group.checked_barrier
     together, naps = barrier.wait, random.Random(world.rank)

@@ -18,7 +18,6 @@ from tests.support.tiers import slow
 
 @contextmanager
 def a_group(ranks=None, seconds=20.0):
-    """Closed at the end, whatever has become of it."""
     group = dist.new_group(ranks, timeout=timedelta(seconds=seconds))
     try:
         yield group

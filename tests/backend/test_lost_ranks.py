@@ -105,7 +105,6 @@ def test_a_rank_that_does_not_come_to_the_setup_is_named(world):
 
 @contextlib.contextmanager
 def an_elastic_job(folder):
-    """A rank is lost as soon as the file is there."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(waiting, "_is_broken", (Path(folder) / "lost").exists)
         yield

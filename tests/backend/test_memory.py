@@ -18,7 +18,6 @@ from tests.support.tiers import slow
 
 
 def maps():
-    """Address and file of each part of this process's memory."""
     with open("/proc/self/maps") as lines:
         for line in lines:
             address, *_, file = [*line.split(maxsplit=5), ""][:6]
@@ -27,7 +26,6 @@ def maps():
 
 
 def mapped():
-    """MB that are mapped of memory which ranks share."""
     return sum(len(addresses) for addresses, file in maps() if "memfd:ddp" in file) / 2**20
 
 
@@ -101,15 +99,6 @@ def one_rank_without_room(world, name, rank):
         dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize(
-    ("backend", "name", "rank"),
-    [("mpi", "_nameless_file", 0), ("node", "_map_file", 1)],
-)
-def test_one_rank_without_room_is_heard_by_all_at_once(ranks, backend, name, rank):
-    """Whoever makes the memory, or one that wants to use it: all do without, and go on."""
-    ranks(backend, 2)(one_rank_without_room, name, rank)
-
-
 def limited(call):
     def of_a_page(*arguments):
         if arguments[-1] > mmap.PAGESIZE:
@@ -138,10 +127,16 @@ def with_little_room(world, where):
 
 
 @pytest.mark.parametrize(
-    ("backend", "where"), [("gloo", (0,)), ("mpi", (1,)), slow("gloo", (1,)), slow("mpi", (0, 1))]
+    ("backend", "called", "arguments"),
+    [
+        ("mpi", one_rank_without_room, ("_nameless_file", 0)),
+        ("node", one_rank_without_room, ("_map_file", 1)),
+        *(("gloo", with_little_room, [(0,)]), ("mpi", with_little_room, [(1,)])),
+        *(slow("gloo", with_little_room, [(1,)]), slow("mpi", with_little_room, [(0, 1)])),
+    ],
 )
-def test_without_room_for_a_barrier_all_ranks_send_messages(ranks, backend, where):
-    ranks(backend, 2)(with_little_room, where)
+def test_all_ranks_do_without_what_one_has_no_room_for(ranks, backend, called, arguments):
+    ranks(backend, 2)(called, *arguments)
 
 
 @on("mpi-2")

@@ -34,7 +34,6 @@ def run(program, ranks=2, **environment):
 @recorded
 @pytest.mark.slow
 def test_the_analyser_names_the_rank_that_did_not_come(tmp_path):
-    """By its rank in the world, in a group that counts from 0."""
     program = f"""
     dist.init_process_group("mpi")
     rank, tensor = dist.get_rank(), torch.ones(3)

@@ -12,10 +12,7 @@ from ddp_from_scratch.membership import close_default_group
 
 
 def closed_on_rank_1(world, folder):
-    """Rank 1 drops a receive before its message comes: from then on its gloo reads nothing more.
-
-    Not even that rank 0 has gone. Each rank's error.
-    """
+    """Rank 1 drops a receive before its message comes: its gloo then reads nothing more."""
 
     def wait_for(name):
         until = time.monotonic() + 30

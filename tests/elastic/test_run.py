@@ -43,8 +43,6 @@ with ddp.process_group("gloo") as world:
         torch.nn.Linear(10, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.3),
         torch.nn.Linear(16, 4),
     )
-    if {in_lock_step}:
-        ddp.convert_sync_batchnorm(model)
     reducer = ddp.Reducer(model, virtual_ranks=8, bucket_cap_mb=0, **{options})
     optimizer = ddp.AdamW(model.parameters(), lr=0.05, reducer=reducer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
@@ -84,21 +82,21 @@ def as_many_threads_as_here(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
-def ends(out, fault, nproc=3, max_restarts=3, code=0, in_lock_step=False, **options):
+def ends(out, fault, nproc=3, max_restarts=3, code=0, **options):
     """What each process that came to the end had: checksum, steps of the scheduler."""
     out.mkdir()
     fault = textwrap.indent(fault, "    ").strip()
-    program = PROGRAM.format(fault=fault, options=options, in_lock_step=in_lock_step)
+    program = PROGRAM.format(fault=fault, options=options)
     command = [sys.executable, "-c", program, str(out)]
     assert start_ranks(command, [nproc], max_restarts=max_restarts) == code
     return [" ".join(file.read_text().split()[:2]) for file in sorted(out.glob("end-*"))]
 
 
-@pytest.fixture(scope="module", params=[{}])
-def quiet(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def quiet(tmp_path_factory):
     """The end of a run of one rank, in this process: as under any launcher that replaces none."""
     out = tmp_path_factory.mktemp("quiet")
-    program = PROGRAM.format(fault="pass", options={}, **{"in_lock_step": False} | request.param)
+    program = PROGRAM.format(fault="pass", options={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["program.py", str(out)])
         exec(program, {"__name__": "__main__"})
@@ -114,20 +112,6 @@ def test_a_rank_that_is_killed_costs_no_bit(where, who, quiet, tmp_path):
     assert set(found) == {quiet}
     assert quiet.endswith(" 8")
     assert len(found) in (2, 3)  # the last steps may be over before another one has joined
-
-
-# In one of its last virtual ranks, while others wait there.
-IN_A_LAYER = """
-if (where, step, me) == ("begin", 3, 1):
-    count = []
-    model[1].register_forward_pre_hook(lambda *_: count.append(0) or len(count) < 2 or die())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("quiet", [{"in_lock_step": True}], indirect=True)
-def test_a_rank_is_killed_in_lock_step(quiet, tmp_path):
-    assert set(ends(tmp_path / "out", IN_A_LAYER, in_lock_step=True)) == {quiet}
 
 
 @pytest.mark.slow
@@ -151,7 +135,6 @@ while (where, step) == ("stepped", 5) and me < 3 and max(job_store().generation.
 
 @pytest.mark.slow
 def test_one_joins_and_trains(quiet, tmp_path):
-    """It has not noted in a step what these options note."""
     found = ends(tmp_path / "out", ONE_JOINS, static_graph=True, check_every=1, straggler_every=4)
     assert found == [quiet] * 3
     assert (tmp_path / "out" / "trained").read_text() == "7"

@@ -6,7 +6,6 @@ Before each poll of the agent the next event happens: a method of `Job` with its
 Between events that `&` joins the agent does not look.
 """
 
-import json
 import signal
 
 import torch.distributed as dist
@@ -18,7 +17,6 @@ LIMIT_S = 10.0  # more than any time that a agent waits by itself
 
 
 def number_of(text):
-    """The signal of this name, without SIG."""
     return signal.Signals[f"SIG{text}"]
 
 
@@ -29,7 +27,6 @@ class Rank:
         self._job, self.environ = job, environ
         self.pid = self.code = None
         self.ignored = {0}
-        self.is_stopped = False
         self.signals = []
 
     def poll(self):
@@ -46,7 +43,6 @@ class Rank:
             self.code = -number
 
     def __str__(self):
-        """The signals that it got, and where 5 s passed between two."""
         text, before = [], float("inf")
         for number, now in self.signals:
             text += ["5s"] * (now - before >= 5.0) + [signal.Signals(number).name[3:]]
@@ -55,18 +51,15 @@ class Rank:
 
 
 class StillRuns(Exception):
-    """The agent has not ended long after the last event."""
+    pass
 
 
 class Job:
-    """The ranks, the clock, and what other machines say."""
-
     def __init__(self, monkeypatch):
         self.now, self._until, self._events = 100.0, 100.0, iter(())
         self.ranks = []
         self.on_start = lambda: None
-        self.store = dist.HashStore()
-        self.said = JobStore(self.store)
+        self.said = JobStore(dist.HashStore())
         self.link = None  # to machine 0
         # The agents of other machines, for `Agent`.
         self.elsewhere, self.told, self.may_all_leave = None, [], False
@@ -74,8 +67,7 @@ class Job:
             monkeypatch.setattr(module, "time", self)
         for module in (agent, start):
             monkeypatch.setattr(module, "subprocess", self)
-        stopped = lambda rank: isinstance(rank, Rank) and rank.is_stopped  # noqa: E731
-        monkeypatch.setattr(agent, "_is_stopped", stopped)
+        monkeypatch.setattr(agent, "_is_stopped", lambda rank: False)
 
     def run(self, agent, events=""):
         """The agent's exit code; None where it still runs after the last event."""
@@ -146,11 +138,7 @@ class Job:
         for rank in map(int, ranks):
             self.ranks[rank].ignored.update(map(number_of, names))
 
-    def stops(self, rank):
-        self.ranks[int(rank)].is_stopped = True
-
     def gets(self, name):
-        """The agent's own process gets a signal."""
         signal.raise_signal(number_of(name))
 
     def fails_elsewhere(self):
@@ -171,11 +159,7 @@ class Job:
         self.says(member, arrived=self.said.generation.number)
 
     def asks(self, member):
-        """For the next generation."""
         self.says(member, asks=self.said.generation.number + 1)
-
-    def can_use(self, member, ranks):
-        self.says(member, most_ranks=int(ranks))
 
     def raises(self, member, step, text):
         self.arrives(member)
@@ -183,36 +167,8 @@ class Job:
         self.ranks[int(member)].code = 1
 
     def generation(self, number, members):
-        """Holds that this is the present one."""
         now = self.said.generation
         assert (now.number, now.members) == (int(number), [*map(int, members)])
-
-    def announced(self, what, steps=""):
-        """Holds what the announcement says of arrivals: nothing, that it has begun, all steps."""
-        now = self.said.generation
-        assert (now.begun, [*now.steps]) == (what != "nothing", [*map(int, steps)])
-
-    # Events of machine 0.
-
-    def comes(self, ticket):
-        """An agent of machine 1 asks to be let in."""
-        assert self.store.add("tickets", 1) == int(ticket)
-        arrival = {"node": 1, "counts": [1, 2], "elastic": True, "asked": {}}
-        self.store.set(f"arrival {ticket}", json.dumps(arrival))
-
-    def reports(self, ticket):
-        """It lives."""
-        report = {"codes": {}, "signals": [], "ended": False, "left": False}
-        report["beat"] = self.now
-        self.store.set(f"report {ticket}", json.dumps(report))
-
-    def let_in(self, ticket, members):
-        assert self.store.get(f"answer {ticket}") == b""
-        orders = [["start", int(member), 0] for member in members]
-        assert json.loads(self.store.get("job"))["orders"][ticket] == orders
-
-    def refused(self, ticket, *told):
-        assert self.store.get(f"answer {ticket}").decode() == " ".join(told)
 
     # Events of another machine.
 
@@ -233,5 +189,4 @@ class Job:
         self.link.silent_since = {"begins": self.now, "ends": float("inf")}[silent]
 
     def reported(self, name):
-        """Holds which signal machine 0 is told of."""
         assert self.link.report["signals"] == [number_of(name)]

@@ -8,7 +8,6 @@ import pytest
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent
 from ddp_from_scratch.launch.node_agent import NodeAgent
-from ddp_from_scratch.launch.nodes import Nodes
 from ddp_from_scratch.launch.start import _MpirunAgent
 from tests.launch.fake_ranks import Job
 
@@ -91,7 +90,6 @@ def rank_of(number):
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_ranks_that_end_together(name, job, capfd):
-    """On one of several machines, which hear of a failure."""
     job.may_all_leave = True
     check(TOGETHER[name], job, capfd, Agent(["true"], rank_of, range(3), peers=job))
     assert job.told == [TOGETHER[name].told] * bool(TOGETHER[name].told)
@@ -176,13 +174,6 @@ ELASTIC = {
         " | ends 3 0",
         *(0, "-, -, -, -", (KILLED_1,)),
     ),
-    "arrivals are announced": Case(
-        "arrives 0 | announced nothing | train 1 | announced begun | train 02 | announced all 000",
-        None,
-    ),
-    "one that lost a peer asks": Case(
-        "train 012 | asks 2 | generation 2 012 | wait 30 | generation 2 012", None
-    ),
     "one that ended well is not missed": Case(
         "train 012 | ends 0 0 | generation 1 012 | ends 1 KILL | generation 2 2 | ends 2 0",
         *(0, "", (lost(1, "KILL", 1, 1, of=0),), "", 0),
@@ -222,10 +213,6 @@ ELASTIC = {
     ),
     # Process 1 has not trained yet, as one may see it whose note comes late.
     "the only one that has trained": Case("train 0 | ends 0 KILL", 137, "", (last(0, "KILL"),)),
-    "one is stopped": Case(
-        "train 012 | stops 1 | wait 5.1 | generation 2 02",
-        *(None, "TERM, KILL, TERM, TERM", (KILLED_1,)),
-    ),
     "a signal stops all and replaces none": Case(
         f"train 012 | gets TERM & {SLOWLY} | asks 2 | wait 30 | ends 0 143 | ends 1 1 | wait 30"
         " | generation 1 012 | ends 2 143",
@@ -255,31 +242,7 @@ def test_ranks_of_an_elastic_job(name, job, capfd):
 # Several machines ---------------------------------------------------------------------------------
 
 
-def test_a_machine_is_lost_and_comes_again(job, capfd):
-    events = (
-        "comes 1 | let_in 1 12"
-        " | reports 1 & train 012 | generation 1 012 | wait 6 | generation 2 0"
-        " | comes 2 | wait 0.1 | let_in 2 34 | reports 2 & asks 3 & asks 4 | wait 0.3"
-        " | generation 3 034"
-        " | reports 2 & train 3 | wait 6 | generation 4 0"
-        # It gives up at once what is lost again, and does not let more in than there is use for.
-        " | can_use 0 2 | comes 3 | refused 3 the job can use 2 ranks, and has 1 | ends 0 0"
-    )
-    nodes = Nodes(job.store, [1, 2], True, {}, 60.0)
-    agent = ElasticAgent(["true"], environment, [1, 2], 0, job.said, nodes=nodes)
-    assert job.run(agent, events) == 0
-    silence = "machine 1 has not answered for 5 s: its ranks are lost"
-    lost = "process {} was on machine 1: continuing with {}"
-    assert capfd.readouterr().err.splitlines() == [
-        *(silence, lost.format(1, "2 ranks"), lost.format(2, "1 rank")),
-        "machine 1 rejoined",
-        *(silence, lost.format(3, "2 ranks"), lost.format(4, "1 rank")),
-    ]
-
-
 class Link:
-    """In the place of the thread that talks to machine 0; always heard."""
-
     ticket, timeout, job = 7, 40.0, None
     is_closed, silent_since = False, float("inf")
 

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.timeout(180)
 
 
 def assert_ends(run):
-    """Ends, non-zero, soon enough, and all of it; returns the exit code."""
     code = run.wait(END_S)
     run.assert_nobody_left(END_S)
     assert code != 0, run.text
@@ -109,7 +108,6 @@ def test_ranks_die_with_their_launcher(launcher, backend, tmp_path):
 
 
 def imports_torch(run):
-    """True once some process of the run has begun to."""
     for pid in run.processes():
         with suppress(OSError):
             if "libtorch" in Path(f"/proc/{pid}/maps").read_text():
@@ -131,7 +129,7 @@ def test_ctrl_c_before_training_has_begun(ranks):
 
 
 class Ended(BaseException):
-    """In place of the process's end."""
+    pass
 
 
 CLOSED = "[/src/gloo/tcp/pair.cc:547] Connection closed by peer"

@@ -5,13 +5,14 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import rendezvous
 from ddp_from_scratch.launch.rendezvous import Rendezvous, StrangerError
+from tests.support.ranks import listening
 
 HERE = "127.0.0.1"
 
@@ -26,7 +27,6 @@ def port(monkeypatch):
 
 @pytest.fixture
 def machine(port):
-    """Opens machine `node_rank` of a job, in this process."""
     opened = []
 
     def open_one(node_rank, timeout=30.0):
@@ -51,21 +51,9 @@ def test_a_port_that_is_taken(machine, port):
     )
 
 
-def listening_at(port):
-    """The addresses at which somebody listens on it."""
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_ = line.split()
-            address, _, number = local.partition(":")
-            if state == "0A" and int(number, 16) == port:
-                found.append(address)
-    return found
-
-
 def test_machine_0_listens_on_its_address_alone_and_lets_no_stranger_in(machine, port, monkeypatch):
     machine(0)
-    assert listening_at(port) == ["0100007F"]
+    assert [address for address, at, _ in listening() if at == port] == ["0100007F"]
     with socket.create_connection((HERE, port)) as stranger, suppress(ConnectionError):
         stranger.sendall(b"x" * 30)  # as many bytes as a greeting has
         assert stranger.recv(1) == b""
@@ -133,36 +121,25 @@ def prove(connection):
     rendezvous.prove(connection, b"secret", time.monotonic() + 5.0)
 
 
-class Tapped:
-    """A socket whose words somebody writes down."""
-
-    def __init__(self, connection):
-        self.connection, self.heard = connection, []
-
-    def sendall(self, data):
-        self.heard.append(data)
-        self.connection.sendall(data)
-
-    def recv(self, size):
-        return self.connection.recv(size)
-
-    def settimeout(self, seconds):
-        self.connection.settimeout(seconds)
-
-
 def test_both_know_the_secret_which_is_of_no_use_to_who_has_heard_it(pair):
-    one, other = Tapped(pair[0]), pair[1]
-    thread = threading.Thread(target=rendezvous.check, args=(other, b"secret"))
+    heard = []
+
+    def sendall(data):
+        heard.append(data)
+        pair[0].sendall(data)
+
+    one = Mock(wraps=pair[0], sendall=sendall)
+    thread = threading.Thread(target=rendezvous.check, args=(pair[1], b"secret"))
     thread.start()
     prove(one)
     thread.join()
     pair[0].sendall(b"what follows")
-    assert other.recv(100) == b"what follows"
+    assert pair[1].recv(100) == b"what follows"
 
     first, second = socket.socketpair()
     with first, second:
         raised = in_a_thread(rendezvous.check, second, b"secret")
-        for data in one.heard:
+        for data in heard:
             first.sendall(data)
         assert len(first.recv(1000)) == len(rendezvous._GREETING) + 32
         assert first.recv(1000) == b""
@@ -170,8 +147,6 @@ def test_both_know_the_secret_which_is_of_no_use_to_who_has_heard_it(pair):
 
 
 def test_a_machine_0_that_does_not_know_it_is_refused(pair):
-    """It lets everybody in, and would be told addresses."""
-
     def pretend(connection):
         connection.recv(1000)
         connection.sendall(rendezvous._GREETING + bytes(32))

@@ -8,7 +8,6 @@ from tests.support.tiers import slow
 
 @pytest.mark.parametrize("seeds", [range(40), slow(range(40, 160))], ids=["few", "many"])
 def test_jobs_end_with_the_right_state_whatever_fails(seeds):
-    """One generation trains at a time, nobody waits for ever, and ranks never disagree."""
     wrong = {seed: sim.wrong for seed in seeds if (sim := Simulation(seed).run()).wrong}
     assert wrong == {}
 

@@ -18,19 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.ranks import MPIRUN, ROOT
+
 RUN_PY = str(ROOT / "run.py")
 LIMIT_S = 60.0  # what "did not hang" means here; a run takes about 8 s on an idle machine
 
-# What a user sets once for a machine: Open MPI as root and with more ranks than cores.
-MACHINE = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    "OMP_NUM_THREADS": "1",  # or torchrun warns that it sets it
-    "PYTHONPATH": str(ROOT),
-}
+# Without a number of threads, torchrun warns that it sets it.
+MACHINE = MPIRUN | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 START_RANKS = (
     "import sys; from ddp_from_scratch import start_ranks; sys.exit(start_ranks(sys.argv[1:], [2]))"
@@ -86,7 +80,6 @@ class Run:
         return 128 - code if code < 0 else code
 
     def wait_for(self, text: str, limit: float = LIMIT_S) -> None:
-        """Until it has printed `text`."""
         end = time.monotonic() + limit
         while True:
             ended = self.process.poll() is not None
@@ -100,7 +93,6 @@ class Run:
         self.process.send_signal(number)
 
     def processes(self) -> dict[int, str]:
-        """What still runs: process numbers and command lines."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -151,7 +143,6 @@ FAILURES = {"raise_in_backward": raise_in_backward, "kill": kill}
 
 
 def main(failure: str, arguments: list[str]) -> int:
-    """run.py's part of one rank, with a Trainer that fails."""
     from ddp_from_scratch import process_group
     from ddp_from_scratch.training.cli import parse
     from ddp_from_scratch.training.loop import Trainer

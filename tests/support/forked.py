@@ -6,6 +6,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ddp_from_scratch.launch.environment import rank_environments
 from tests.support.ranks import ROOT, fork_server
 
 # Runs a file, or -m and a module, as a launcher's rank in this folder, printing to this file.
@@ -32,19 +33,16 @@ os._exit(0)  # to take all of torch's objects apart takes seconds
 def run(command: list[str], world_size: int, folder: Path) -> str:
     """The output of all ranks, which must end with 0; one rank has no launcher."""
     folder = Path(tempfile.mkdtemp(dir=folder))
-    of_all = {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
-    of_all |= {"DDP_RENDEZVOUS_FILE": str(folder / "rendezvous")}
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    if world_size > 1:
+        environ |= {"DDP_RENDEZVOUS_FILE": str(folder / "rendezvous")}
     outputs = [folder / f"output-{rank}" for rank in range(world_size)]
+    places = rank_environments([world_size], 0) if world_size > 1 else [{}]
     ranks = []
     try:
-        for rank, output in enumerate(outputs):
-            place = of_all | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if world_size > 1 else {}
+        for place, output in zip(places, outputs, strict=True):
             line = [sys.executable, "-c", _START, str(ROOT), str(folder), str(output)]
-            ranks.append(
-                fork_server().start(
-                    [*line, *command], os.environ | {"PYTHONPATH": str(ROOT)} | place
-                )
-            )
+            ranks.append(fork_server().start([*line, *command], environ | place))
         codes = [rank.wait() for rank in ranks]
     finally:
         for started in ranks:

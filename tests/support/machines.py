@@ -32,7 +32,6 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
 
 
 def machines(sizes: Sequence[int], rank: int) -> int:
-    """The number of the machine that `rank` is on."""
     return next(i for i in range(len(sizes)) if rank < sum(sizes[: i + 1]))
 
 

@@ -13,22 +13,13 @@ from importlib import import_module
 from typing import Any
 
 
-class _Named:
-    """A test's function, which is found by the test's name: pickle would find the test."""
-
-    def __init__(self, test: Callable[..., None]) -> None:
-        self.module, self.name = test.__module__, test.__name__
-
-    def __call__(self, world: Any, *arguments: Any) -> None:
-        getattr(import_module(self.module), self.name).on_rank(world, *arguments)
+def _call(world: Any, module: str, name: str, *arguments: Any) -> None:
+    # Pickle would find the test by the function's name.
+    getattr(import_module(module), name).on_rank(world, *arguments)
 
 
 def on(crew: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Makes a test of a function that takes a `world`, and what pytest gives besides.
-
-    Args:
-        crew: a fixture that is a crew, or a backend and a size, such as "gloo-2".
-    """
+    """Makes a test of a function that takes a `world`; `crew` is a fixture, or such as "gloo-2"."""
     backend, _, size = crew.partition("-")
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -37,7 +28,8 @@ def on(crew: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
 
         def test(**given: Any) -> None:
             found = given[fixture](backend, int(size)) if size else given[fixture]
-            found(_Named(function), *(given[name] for name in names))
+            test_of = function.__module__, function.__name__
+            found(_call, *test_of, *(given[name] for name in names))
 
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(test, name, getattr(function, name))

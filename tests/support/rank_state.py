@@ -30,25 +30,18 @@ def _state() -> dict[str, Any]:
     return {
         # What decides the bits of a computation.
         "torch.get_num_threads()": torch.get_num_threads(),
-        "torch.get_num_interop_threads()": torch.get_num_interop_threads(),
         "torch.backends.mkldnn.enabled": torch.backends.mkldnn.enabled,
         "torch.backends.nnpack.enabled()": torch._C._get_nnpack_enabled(),
-        "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),
-        "torch.are_deterministic_algorithms_enabled()": (
-            torch.are_deterministic_algorithms_enabled()
-        ),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision(),
         "torch.get_default_dtype()": torch.get_default_dtype(),
         "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
-        "torch.get_autocast_dtype('cpu')": torch.get_autocast_dtype("cpu"),
         "torch.is_grad_enabled()": torch.is_grad_enabled(),
         "torch.is_anomaly_enabled()": torch.is_anomaly_enabled(),
-        "modules are converted in place": (
-            not torch.__future__.get_overwrite_module_params_on_conversion()
-        ),
+        "converted in place": not torch.__future__.get_overwrite_module_params_on_conversion(),
         "dist.get_debug_level()": dist.get_debug_level(),
         "os.getcwd()": os.getcwd(),
-        "os.environ": {k: v for k, v in os.environ.items() if not k.startswith(_IGNORED)},
+        **{f"${k}": v for k, v in os.environ.items() if not k.startswith(_IGNORED)},
         "what a test has put into the library": sorted(
             f"{name}.{key}"
             for name, module in [*sys.modules.items()]
@@ -56,7 +49,7 @@ def _state() -> dict[str, Any]:
             for key, value in [*vars(module).items()]
             if str(getattr(value, "__module__", "")).startswith("tests.")
         ),
-        "signal handlers": {s.name: signal.getsignal(s) for s in _SIGNALS},
+        **{f"handler of {s.name}": signal.getsignal(s) for s in _SIGNALS},
         "open process groups": sorted(dist.distributed_c10d._world.pg_names.values()),
         "Python threads": sorted(
             thread.name
@@ -73,11 +66,7 @@ def _state() -> dict[str, Any]:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """Raises AssertionError if the block leaves the process otherwise than it found it.
-
-    Reducers that it has left are removed, process groups closed, and random number generators put
-    back, without a word.
-    """
+    """Puts a rank's process in order after the block; raises AssertionError where it cannot."""
     generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
     opened = dict(dist.distributed_c10d._world.pg_names)
     before = _state()
@@ -106,16 +95,5 @@ def unchanged() -> Iterator[None]:
 
 
 def describe(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Names what differs, with both values."""
-    lines = []
-    for name, was in before.items():
-        now = after[name]
-        if isinstance(was, dict):
-            lines += [
-                f"{name}[{key!r}] was {was.get(key)!r}, is {now.get(key)!r}"
-                for key in sorted(was.keys() | now.keys())
-                if was.get(key) != now.get(key)
-            ]
-        elif was != now:
-            lines.append(f"{name} was {was!r}, is {now!r}")
-    return "; ".join(lines)
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return "; ".join(f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)

@@ -26,6 +26,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ddp_from_scratch.launch.environment import rank_environments
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkedRank, ForkServer, can_fork
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +36,7 @@ LIMIT_S = CALL_LIMIT_S / 2  # of a collective
 
 
 class Crew:
-    """The ranks of one process group, waiting for functions to call.
-
-    Args:
-        backend, world_size: of the process group.
-        fresh: True for the ranks of a single test, which may change their processes.
-    """
+    """The ranks of one process group, waiting for functions to call; `fresh` ones for one test."""
 
     def __init__(self, backend: str, world_size: int, fresh: bool = False) -> None:
         self.backend, self.world_size = backend, world_size
@@ -80,17 +76,10 @@ class Crew:
     def _commands(self, command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
         if self.backend == "mpi":
             return [(["mpirun", "-n", str(self.world_size), *command], os.environ | MPIRUN)]
-        file = str(Path(self._folder.name) / "rendezvous")
+        environ = os.environ | {"DDP_RENDEZVOUS_FILE": str(Path(self._folder.name) / "rendezvous")}
         return [
-            (
-                command,
-                os.environ
-                | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
-                | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.world_size)}
-                | {"DDP_RENDEZVOUS_FILE": file}
-                | (on_gpu(rank) if self.backend == "nccl" else {}),
-            )
-            for rank in range(self.world_size)
+            (command, environ | place | (on_gpu(rank) if self.backend == "nccl" else {}))
+            for rank, place in enumerate(rank_environments([self.world_size], 0))
         ]
 
     def __call__(
@@ -100,27 +89,17 @@ class Crew:
         limit: float = CALL_LIMIT_S,
         dies: int | None = None,
     ) -> list[Any]:
-        """Calls `function(world, *arguments)` on every rank; the results in order of rank.
-
-        The rank `dies` must end its process; its result is None, and the crew is of no more use.
-        """
+        """Calls `function(world, *arguments)` on every rank; the rank `dies` ends its process."""
         for connection in self._connections:
             connection.send((function, arguments))
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
-        while len(results) + len(errors) < self.world_size:
-            waiting = [
-                c for r, c in enumerate(self._connections) if r not in results and r not in errors
-            ]
-            ready = wait(waiting, limit)
+        while missing := sorted({*range(self.world_size)} - results.keys() - errors.keys()):
+            ready = wait([self._connections[rank] for rank in missing], limit)
             if not ready:
-                missing = [self._connections.index(c) for c in waiting]
-                stacks = self._stacks()
+                told = "\n".join([*errors.values(), self._stacks()])
                 self.end()
-                told = "\n".join(errors.values())
-                raise AssertionError(
-                    f"ranks {missing} did not end within {limit:g} s\n{told}\n{stacks}"
-                )
+                raise AssertionError(f"ranks {missing} did not end within {limit:g} s\n{told}")
             for connection in ready:
                 rank = self._connections.index(connection)  # type: ignore[arg-type]
                 try:
@@ -187,9 +166,7 @@ MPIRUN = {
 def on_gpu(rank: int) -> dict[str, str]:
     """Gives each rank of an nccl group a GPU; with a single one, ranks share it.
 
-    Each is then as on a machine of its own: NCCL before 2.30 refuses two ranks on one GPU of one
-    machine, and tells machines apart by NCCL_HOSTID; later ones ask for a setting. Between machines
-    NCCL goes through sockets.
+    Each is then as on a machine of its own, or NCCL refuses; later versions ask for a setting.
     """
     import torch
 
@@ -219,6 +196,17 @@ def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.Com
     )
 
 
+def listening() -> list[tuple[str, int, str]]:
+    """The address, port and inode of each socket that listens."""
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            address, _, port = local.partition(":")
+            found += [(address, int(port, 16), inode)] * (state == "0A")
+    return found
+
+
 def _node_group() -> Any:
     """The world of a crew whose default group is of the node backend, opened by torch."""
     import datetime
@@ -238,14 +226,7 @@ def _node_group() -> Any:
 
 
 def serve(backend: str, address: str, fresh: str, log: str | None = None) -> None:
-    """A rank: calls what the test sends, until the test is gone.
-
-    Args:
-        backend: of the process group.
-        address: the test's socket.
-        fresh: "fresh=True" for ranks of one test, which may leave its process changed.
-        log: where it prints; None leaves that to who has started it.
-    """
+    """A rank: calls what the test sends, until the test is gone; prints to `log`, if given."""
     if log is not None:
         file = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)

@@ -47,10 +47,7 @@ class Group(NamedTuple):
 
 
 class Operation:
-    """The random choices of one operation, the same on every rank, and how member `me` starts it.
-
-    Rank r's values come from (seed, operation, r), so that any rank can compute everyone's.
-    """
+    """One operation's choices, the same on every rank, which can compute everyone's values."""
 
     def __init__(self, seed: int, number: int, groups: list[Group], kinds: list[str]) -> None:
         self.seed, self.number = seed, number
@@ -86,7 +83,6 @@ class Operation:
         return [*ordered, Op.AVG] if self.dtype in FLOATS else list(REDUCTIONS)
 
     def values(self, member: int, count: int) -> Array:
-        """What the group's `member` contributes: 16-bit floats as float32."""
         draw = np.random.default_rng([self.seed, self.number, self.ranks[member]])
         if self.dtype == torch.bool:
             return draw.integers(0, 2, count).astype(bool)
@@ -207,23 +203,12 @@ class Operation:
         return handle, outputs, [np.concatenate([*map(self.my_part, self.everyones(whole))])]
 
     def ring(self) -> Started:
-        """A message to the next member, with a tag, and one from the member before."""
         before, after = ((self.me + step) % self.size for step in (-1, 1))
         outputs, tag = self.empty(self.count), self.number % 1000
         sends = dist.P2POp(dist.isend, self.mine(self.count), None, self.group, tag, after)
         receives = dist.P2POp(dist.irecv, *outputs, None, self.group, tag, before)
         handles = dist.batch_isend_irecv([sends, receives])
         return handles, outputs, [self.values(before, self.count)]
-
-    def objects(self) -> Started:
-        count = self.count % 100
-        expected = self.everyones(count)
-        one, part, everyone = [expected[self.me]], [None], [None] * self.size
-        dist.all_gather_object(everyone, one[0], self.group)
-        dist.broadcast_object_list(one, group=self.group, group_src=self.root)
-        dist.scatter_object_list(part, expected, group=self.group, group_src=self.root)
-        received = [*map(torch.from_numpy, [*everyone, *one, *part])]
-        return [], received, [*expected, expected[self.root], expected[self.me]]
 
     def barrier(self) -> Started:
         return dist.barrier(**self.on), [], []
@@ -237,16 +222,12 @@ def numpy_type(dtype: torch.dtype) -> Any:
 KINDS = (
     *("all_reduce", "coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
     *("all_gather", "all_gather_into_tensor", "gather", "scatter", "all_to_all"),
-    *("all_to_all_single", "all_to_all_evenly", "ring", "objects", "barrier"),
+    *("all_to_all_single", "all_to_all_evenly", "ring", "barrier"),
 )
 
 
 def soak(operations: int, seed: int, kinds: list[str]) -> tuple[list[str], int]:
-    """What was wrong on this rank, and how many results it checked.
-
-    Operations of one group run in order and every rank goes through the same plan, so whatever a
-    rank waits for, the others will come to.
-    """
+    """What was wrong on this rank, and how many results it checked."""
     rank, world_size, choose = dist.get_rank(), dist.get_world_size(), random.Random(seed)
     pending: list[tuple[Operation, Started]] = []
     wrong: list[str] = []

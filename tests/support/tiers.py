@@ -17,10 +17,7 @@ def slow(*values: object) -> Any:
 
 
 def spread(first: Iterable[Any], second: Iterable[Any], third: Sequence[Any]) -> list[Any]:
-    """Cases of three choices: every pair of the first two, with the third in turn.
-
-    A third of the pairs is in the first tier, and the second has all others.
-    """
+    """Every pair of the first two, a third of them in the first tier, with the third in turn."""
     cases: list[Any] = []
     for (i, one), (j, two) in product(enumerate(first), list(enumerate(second))):
         turn, rest = divmod(i + j, 3)
@@ -30,11 +27,7 @@ def spread(first: Iterable[Any], second: Iterable[Any], third: Sequence[Any]) ->
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Marks the cases that every pair of values can do without, and moves the second tier last.
-
-    Two options that do not fit are found by any case that has both: three options with two values
-    each need four cases and not eight. Tests for GPUs keep all.
-    """
+    """Marks cases as slow without which all pairs of values remain; slow ones come last."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("slow", "gpu"))):

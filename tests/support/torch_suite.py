@@ -45,11 +45,6 @@ EXCLUDED = {
     "as for nccl's handles, the group's own",
     "test_sparse_all_reduce_sum": "sparse tensors are gloo's and nccl's alone",
 }
-if mpi.BACKEND != "mpi":  # an older torch
-    for test in ("test_get_backend", "test_ddp_logging_data_cpu"):
-        EXCLUDED[test] = f"asks for the name mpi, where this torch has {mpi.BACKEND}"
-    for test in ("failure_order", "gloo", "gloo_subgroup", "wait_all_ranks"):
-        EXCLUDED[f"test_monitored_barrier_{test}"] = "this torch has that for gloo alone"
 
 # torch skips these without GPUs, on Linux or everywhere, though nothing in them needs a GPU. They
 # are made for 4 ranks.
@@ -83,7 +78,6 @@ def load(backend: str) -> ModuleType:
 
 
 def reason_withheld(test: Any) -> str:
-    """Why a decorator of torch's refuses the test for this backend; empty when none does."""
     return str(getattr(test, "__unittest_skip_why__", ""))
 
 
@@ -122,10 +116,7 @@ def run(folder: Path) -> bool:
 
 
 def run_one(suite: type[unittest.TestCase], name: str, rank: int) -> tuple[str, str]:
-    options: dict[str, Any] = {"timeout": GROUP_TIMEOUT}
-    if mpi.BACKEND != "mpi":  # an older torch wants a store and a rank for every name but "mpi"
-        options |= {"store": dist.HashStore(), "rank": rank, "world_size": MPI.COMM_WORLD.size}
-    dist.init_process_group(mpi.BACKEND, **options)
+    dist.init_process_group(mpi.BACKEND, timeout=GROUP_TIMEOUT)
     case: Any = suite(name)
     case.rank = rank
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from ddp_from_scratch import UsageError, World, start_ranks
 from ddp_from_scratch import world as rendezvous
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import ALONE, Placement
+from tests.support.ranks import listening
 from tests.support.tiers import slow
 
 LIMIT = timedelta(seconds=5)
@@ -47,13 +48,7 @@ def listening_sockets(world: World) -> list[str]:
     dist.all_reduce(torch.ones(1))
     links = (Path("/proc/self/fd") / fd for fd in os.listdir("/proc/self/fd"))
     mine = {os.readlink(link) for link in links if link.is_symlink()}
-    found = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if f"socket:[{inode}]" in mine and state == "0A":
-                found.append(local.partition(":")[0])
-    return found
+    return [address for address, _, inode in listening() if f"socket:[{inode}]" in mine]
 
 
 @pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
