@@ -1,18 +1,113 @@
-"""Private names of torch that the library does without where they are missing: they are there."""
+"""Private names of torch and Python that the library uses: this version has them all."""
 
-import pytest
+import argparse
+import ast
+import atexit
+import threading
+from pathlib import Path
+
 import torch
-import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
+import torch.distributed.tensor.parallel.ddp
+
+import ddp_from_scratch
+
+PACKAGE = Path(ddp_from_scratch.__file__).parent
+
+# Of objects: expressions that this version evaluates, as long as it has the name.
+ATTRIBUTES = [
+    *("argparse.ArgumentParser()._option_string_actions", "ignoring.weight._ddp_ignored"),
+    "ignoring._ddp_params_and_buffers_to_ignore",
+    *(f"torch.Tensor.{name}" for name in ("_backward_hooks", "_nnz", "_use_count")),
+    "torch.autograd.profiler.record_function._call_end_callbacks_on_future",
+    *(
+        f"torch.distributed.ProcessGroup.{name}"
+        for name in ("_register_backend", "_set_default_backend", "_set_group_desc")
+    ),
+    "torch.distributed.ProcessGroup._set_group_name",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
+    *("torch.nn.Module()._load_state_dict_pre_hooks", "torch.nn.Module()._modules"),
+]
+
+# Used where torch has them.
+SINCE = {
+    "torch._C._distributed_c10d.FlightRecorderHook": "2.14",
+    "torch._C._distributed_c10d.FlightRecorderHook.attach": "2.15",
+    "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS": "2.15",
+}
 
 
-@pytest.mark.parametrize(
-    ("since", "place", "name"),
-    [
-        ("2.14", c10d, "FlightRecorderHook"),
-        ("2.15", dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS"),
-        ("2.15", getattr(c10d, "FlightRecorderHook", None), "attach"),
-    ],
-)
-def test_this_torch_has_it(since, place, name):
-    assert torch.__version__ < since or hasattr(place, name)
+def is_private(path):
+    return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
+
+
+def imports(tree):
+    """The modules and names of other packages in a file, as paths, by what the file calls them."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for item in node.names:
+                name = item.asname or item.name.partition(".")[0]
+                found[name] = item.name if item.asname else name
+        elif isinstance(node, ast.ImportFrom):
+            found |= {item.asname or item.name: f"{node.module}.{item.name}" for item in node.names}
+    return {name: path for name, path in found.items() if not path.startswith("ddp_from_scratch")}
+
+
+def path_of(node, imported):
+    """An expression such as `dist.ProcessGroup.rank` as a path; None if it is no import's."""
+    if isinstance(node, ast.Name):
+        return imported.get(node.id)
+    if isinstance(node, ast.Attribute) and (start := path_of(node.value, imported)):
+        return f"{start}.{node.attr}"
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+        of, name = node.args[:2]
+        if isinstance(name, ast.Constant) and (start := path_of(of, imported)):
+            return f"{start}.{name.value}"
+    return None
+
+
+def defined(tree):
+    """Names that a file gives to functions, classes, variables and attributes of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) == "self" else []
+
+
+def used():
+    """Paths below imports, and private attributes of anything else but the library's."""
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    paths, attributes = set(), set()
+    for tree in trees:
+        imported = imports(tree)
+        paths |= set(imported.values())
+        for node in ast.walk(tree):
+            if path := path_of(node, imported):
+                paths.add(path)
+            elif isinstance(node, ast.Attribute):
+                attributes.add(node.attr)
+    attributes -= {name for tree in trees for name in defined(tree)}
+    paths -= {"os._exit"}  # documented
+    attributes -= {"_replace"}  # of a named tuple
+    return paths, set(filter(is_private, attributes))
+
+
+def test_this_torch_has_them_all():
+    paths, attributes = used()
+    assert attributes == {expression.rpartition(".")[2] for expression in ATTRIBUTES}
+    ignoring = torch.nn.Linear(1, 1)
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        ignoring, ["weight"]
+    )
+    scope = {"argparse": argparse, "atexit": atexit, "ignoring": ignoring}
+    scope |= {"threading": threading, "torch": torch}
+    lost = []
+    for name in [*filter(is_private, paths), *ATTRIBUTES]:
+        try:
+            eval(name, scope)
+        except AttributeError:
+            lost += [name] if torch.__version__ >= SINCE.get(name, "") else []
+    assert lost == [], f"torch {torch.__version__} has lost them"

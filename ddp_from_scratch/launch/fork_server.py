@@ -240,11 +240,14 @@ def _run(command: list[str]) -> None:
         return
     # A new module, because the server's `__main__` has names that the command's has not.
     main = sys.modules["__main__"] = ModuleType("__main__")
-    text, name = rest[0].encode() if kind == "-c" else Path(kind).read_bytes(), "<string>"
-    sys.argv = ["-c", *rest[1:]] if kind == "-c" else [kind, *rest]
-    if kind != "-c":
-        name = main.__file__ = os.path.abspath(kind)
-    exec(compile(text, name, "exec", dont_inherit=True), main.__dict__)
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        code = compile(rest[0], "<string>", "exec", dont_inherit=True)
+    else:
+        sys.argv = [kind, *rest]
+        main.__file__ = os.path.abspath(kind)
+        code = compile(Path(kind).read_bytes(), main.__file__, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
 
 
 def _print_traceback(

@@ -1,17 +1,20 @@
 """Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
 import ctypes
+import fcntl
 import inspect
 import os
 import pickle
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -99,8 +102,7 @@ def start_ranks(
     nodes: Nodes | None = None
     link: Link | None = None
     with ExitStack() as stack:
-        # Mode 0700.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
+        folder = stack.enter_context(_run_folder())
         if callable(command):
             command = _command_of(command, folder)
         common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
@@ -220,3 +222,32 @@ def call(written: bytes) -> None:
             raise told
 
         run_to_exit(fail)
+
+
+# A private folder for the files of a run ----------------------------------------------------------
+
+_PREFIX = "ddp-run-"
+_NEW_S = 60.0  # a younger folder may not be locked yet
+
+
+@contextmanager
+def _run_folder() -> Iterator[Path]:
+    """Makes a folder that is removed at the end, and removes those of killed runs."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or in use
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.fstat(lock)
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
+                    shutil.rmtree(left)
+            finally:
+                os.close(lock)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
+        lock = os.open(name, os.O_RDONLY)
+        try:
+            # The kernel drops the lock when this process ends.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(lock)

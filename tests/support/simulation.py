@@ -1,6 +1,7 @@
 """A whole elastic job in one process: agents, ranks and their store, on a virtual clock.
 
-    python -m tests.support.simulation --seeds 10000
+    python -m tests.support.simulation --seeds 10000   random failures
+    python -m tests.support.simulation --growth        what losing a rank costs, by number of ranks
 
 The agents, `Membership` and `ElasticRun` are the library's own code. Processes, machines, the
 network, the store and gloo's groups are simulated. A task is a thread, and only one runs at a time:
@@ -16,6 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -219,7 +221,9 @@ REPLACED = {
 class Simulation:
     """One job; `code` is the exit code of machine 0's agent."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(
+        self, seed: int, counts: list[int] | None = None, faults: int = 4, kill_at: float = 0.0
+    ) -> None:
         self.random, self.now, self.messages = random.Random(seed), 0.0, 0
         self.tasks: list[Task] = []
         self.baton = threading.Semaphore(0)
@@ -233,11 +237,12 @@ class Simulation:
         self.wrong: list[str] = []  # what should not have happened
         self.values: dict[int, int] = {}  # by step, the optimizer's state before it
         self.newest = 0  # the last generation that has finished a collective
-        self.counts = self.random.choice([[3], [4], [2, 2], [1, 2], [2, 1, 1]])
+        self.steps: list[tuple[float, int]] = []  # time and messages at the end of each step
+        self.counts = counts or self.random.choice([[3], [4], [2, 2], [1, 2], [2, 1, 1]])
         self.agents: dict[int, Process] = {}
         for machine in range(len(self.counts)):
             self.start_machine(machine)
-        Task(Process(self, -1), self._misfortunes).start()
+        Task(Process(self, -1), lambda: self._misfortunes(faults, kill_at)).start()
 
     def run(self) -> "Simulation":
         with ExitStack() as stack:
@@ -303,7 +308,8 @@ class Simulation:
     def _rank(self, process: Process) -> int:
         self.sleep(self.random.uniform(0.0, 1.0))  # it imports
         optimizer = Optimizer()
-        reducer = Mock(virtual_rank_count=8, module=torch.nn.Module())
+        most_ranks = max(8, sum(self.counts))
+        reducer = Mock(virtual_rank_count=most_ranks, module=torch.nn.Module())
         run: Any = ElasticRun(Mock(rank=0), reducer, optimizer, timeout=60.0)
         for attempt in run.attempts(STEPS):
             with attempt:
@@ -320,6 +326,8 @@ class Simulation:
         if len(set(everyone)) > 1:
             self.wrong.append(f"generation {process.group.number} has different states: {everyone}")
         step, value = everyone[0]
+        if process.rank == 0:
+            self.steps.append((self.now, self.messages))
         if self.values.setdefault(step, value) != value:
             self.wrong.append(f"step {step} has begun with {value} and {self.values[step]}")
 
@@ -330,8 +338,11 @@ class Simulation:
         members = group.members.values()
         return len(members) == group.size and all(self.reach(one, other) for other in members)
 
-    def _misfortunes(self) -> None:
-        for _ in range(self.random.randrange(5)):
+    def _misfortunes(self, faults: int, kill_at: float) -> None:
+        if kill_at:
+            self.sleep(kill_at)
+            self.agents[0].children[1].end(-signal.SIGKILL)
+        for _ in range(self.random.randrange(faults + 1)):
             self.sleep(self.random.uniform(0.2, 5.0))
             ranks = [rank for rank in self.ranks if rank.alive]
             others = [number for number in self.agents if number]
@@ -439,11 +450,29 @@ def result() -> int:
     return optimizer.value
 
 
+def growth(machines: int) -> str:
+    """A line of the table: one of 8 ranks on each machine is killed."""
+    sim = Simulation(0, [8] * machines, faults=0, kill_at=4.0).run()
+    assert not sim.wrong, sim.wrong
+    gaps = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(sim.steps)]
+    seconds, messages = max(gaps)
+    ordinary = sorted(gap[1] for gap in gaps)[len(gaps) // 2]
+    return f"{8 * machines:>5} {machines:>9} {seconds:>9.2f} {messages:>9,} {ordinary:>9,}"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=1000, help="default: 1000")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--growth", action="store_true", help="print the table")
     options = parser.parse_args()
+    if options.growth:
+        print("ranks  machines   seconds  messages  in a step")
+        for machines in (1, 4, 16, 32, 64):
+            print(growth(machines), flush=True)
+        return 0
     codes: Counter[int | None] = Counter()
     failed = 0
     for seed in range(options.first, options.first + options.seeds):

@@ -53,6 +53,20 @@ def test_its_output_is_what_the_page_shows(launcher, tmp_path):
     assert (tmp_path / "under_mpi.png").stat().st_size > 1000
 
 
+def test_the_process_group_closes(tmp_path):
+    """A thread of gloo that outlives the group can abort the process as it exits."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import importlib, pathlib\n"
+        "importlib.import_module('tutorial.14_under_mpi.under_mpi').main()\n"
+        "names = [file.read_text() for file in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
+        "assert not any('gloo' in name for name in names), names\n"
+    )
+    command = [sys.executable, str(program), "--picture", str(tmp_path / "under_mpi.png")]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, check=True, timeout=80, env=environ)
+
+
 MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
 
 
