@@ -22,6 +22,7 @@ from torch import nn
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError, one_line
+from ddp_from_scratch.training.contents import check_contents, check_fit
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_generator_states
@@ -35,13 +36,6 @@ _MARK = b"ddp sha256 "
 _TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size
 
 State = dict[str, Any]
-
-# What a run continues from, but for what may be None.
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("model", "model_spec", "optimizer", "scaler", "settings"), dict),
-    **dict.fromkeys(("epoch", "step", "images", "world_size", "global_batch_size"), int),
-    **{"rng": list, "totals": torch.Tensor},
-}
 
 
 class UnreadableError(UsageError):
@@ -95,8 +89,15 @@ def _lock(folder: Path) -> TextIO | None:
     """Locks a folder until the file is closed or this process ends."""
     # The lock is the `flock`, not the file, which stays. Append mode keeps the holder's text.
     path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
-    # A symbolic link could lead to any file of the user's, and would empty it.
-    file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
+    try:
+        # A symbolic link could lead to any file of the user's, and would empty it.
+        file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(
+            f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
+        ) from error
     try:
         # On NFS it holds between machines, unless mounted with `nolock` or `local_lock=flock`.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -183,25 +184,11 @@ def load(path: Path) -> State:
             f"{path} has checkpoint version {state['version']}, this program reads up to "
             f"{VERSION}: install a newer ddp_from_scratch"
         )
-    for name, kind in _KINDS.items():
-        if not isinstance(state.get(name), kind):
-            raise UnreadableError(
-                f"{path} is no checkpoint that a run has written: {name} must be "
-                f"{kind.__name__}, got {type(state.get(name)).__name__}"
-            )
+    try:
+        check_contents(state)
+    except UsageError as error:
+        raise UnreadableError(f"{path} is no checkpoint that a run has written: {error}") from error
     return state
-
-
-def check_fit(state: State, model: nn.Module) -> None:
-    """Raises a UsageError unless the saved tensors have the names, shapes and dtypes of a model."""
-    saved, own = (
-        {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-        for tensors in (state["model"], model.state_dict())
-    )
-    for name in saved | own:
-        expected, found = own.get(name, "absent"), saved.get(name, "none")
-        if name not in saved or expected != found:
-            raise UsageError(f"{name} of the model must be {expected}, got {found}")
 
 
 def files(folder: Path) -> list[Path]:

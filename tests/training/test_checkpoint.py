@@ -3,17 +3,15 @@
 import os
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.evaluate import load_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world import World
 
 MODEL = nn.Linear(4, 3)
 
@@ -66,6 +64,19 @@ def test_what_was_saved_is_loaded_and_the_newest_two_are_kept(tmp_path):
     assert torch.load(path, weights_only=True)["step"] == 100
 
 
+def draw():
+    return torch.rand(2).tolist(), random.random(), np.random.rand(), np.random.randn()
+
+
+def test_random_generators_go_on_where_they_were(tmp_path):
+    np.random.randn()  # leaves the second of a pair of normal numbers behind
+    path = checkpoint.save(tmp_path, state(0))
+    expected = draw()
+    assert draw() != expected
+    checkpoint.set_rng_state(checkpoint.load(path)["rng"][0])
+    assert draw() == expected
+
+
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
     path = checkpoint.save(tmp_path, state(1))
     whole = path.read_bytes()
@@ -99,30 +110,6 @@ def test_a_file_that_no_run_has_written_is_one_clear_line_and_is_not_unpickled(t
         assert refusal(path) == told
     for path in (tmp_path, tmp_path / "none.pt"):
         assert refusal(path).startswith(f"cannot read checkpoint {path}: ")
-
-
-def test_a_sealed_file_with_contents_that_no_run_writes_is_passed_over(tmp_path):
-    good = checkpoint.save(tmp_path, state(1))
-    bad = checkpoint.save(tmp_path, state(1) | {"epoch": None})
-    told = f"{bad} is no checkpoint that a run has written: epoch must be int, got NoneType"
-    assert refusal(bad) == told
-    assert checkpoint.load_newest(tmp_path)[0] == good
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_model_that_is_absurd_or_not_the_one_it_names_is_not_built(tmp_path):
-    world = World(**vars(ALONE), backend="gloo", device=torch.device("cpu"))
-    for key, value, why in (
-        ("image_size", 2**20, "mlp: weight of the model must be absent, got "),
-        ("image_size", 2**40, "mlp: "),
-        ("name", "mlq", "mlq: unknown model 'mlq'"),
-    ):
-        content = state(1)
-        content["model_spec"][key] = value
-        path = checkpoint.save(tmp_path, content)
-        with pytest.raises(UsageError) as error:
-            load_model(path, world, torch.distributed.group.WORLD)
-        assert str(error.value).startswith(f"{path} does not fit its own model {why}")
 
 
 def test_one_that_may_be_whole_is_not_passed_over(tmp_path, monkeypatch):
@@ -189,7 +176,7 @@ def test_a_link_is_not_followed(tmp_path):
     folder.mkdir()
     for name in (".lock", "checkpoint-000001.tmp"):
         (folder / name).symlink_to(precious)
-    with pytest.raises(UsageError, match=r"cannot be written to: Too many levels of symbolic"):
+    with pytest.raises(UsageError, match=r"--checkpoint-dir .*\.lock is a symbolic link: remove"):
         checkpoint.prepare_folder(folder, resume=None)
     assert not checkpoint.save(folder, state(1)).is_symlink()
     assert precious.read_text() == "precious"
