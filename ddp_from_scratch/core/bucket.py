@@ -168,7 +168,6 @@ class Bucket:
 
     # Pack ---------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def pack(self, scale: float) -> None:
         """Copies the gradients in, multiplied by `scale`. Raises if the bucket is launched."""
         if self.state is not BucketState.FILLING:
@@ -230,7 +229,6 @@ class Bucket:
 
     # Launch -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def launch(self, hook: CommHook, state: Any, aside: bool = False) -> None:
         """Calls the comm hook, `aside` on a side stream if the bucket is on a GPU."""
         self._sent = self.flat
@@ -281,13 +279,11 @@ class Bucket:
             target = self.flat
             if target.is_complex() and not average.is_complex():
                 target = torch.view_as_real(target)
-            with torch.no_grad():
-                target.copy_(average.view(target.shape))
+            target.copy_(average.view(target.shape))
         self.state = BucketState.LANDED
 
     # Unpack -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def unpack(self, used: Collection[int] | None = None) -> None:
         """Copies averages that have landed into `.grad`, and empties the bucket. Idempotent.
 

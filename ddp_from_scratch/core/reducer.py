@@ -421,6 +421,7 @@ class CoreReducer:
                 self._pack_and_launch(bucket)
             self.next_bucket += 1
 
+    @torch.no_grad()
     def _pack_and_launch(self, bucket: Bucket) -> None:
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         own = self.process_group or dist.group.WORLD
@@ -560,6 +561,7 @@ class CoreReducer:
         for call in self.calls["on_break"]:
             call(number)
 
+    @torch.no_grad()
     def finish(self, takes_part: bool = True) -> RuntimeError | None:
         """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
         errors = self.calls["error"] if takes_part else []

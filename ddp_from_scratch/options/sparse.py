@@ -57,7 +57,6 @@ class SparseBucket(Bucket):
 
     # Pack, launch -------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def pack(self, scale: float) -> None:
         gradient = self._parameter.grad
         self._kind_and_rows = _NONE, 0
@@ -74,7 +73,6 @@ class SparseBucket(Bucket):
     def contribute_zeros(self) -> None:
         self._mine, self._kind_and_rows = (), (_NONE, 0)
 
-    @torch.no_grad()
     def launch(self, hook: object, state: object, aside: bool = False) -> None:
         mine = torch.tensor(self._kind_and_rows, device=self._parameter.device)
         self._kinds = self._one_of_each_rank(mine)
@@ -116,7 +114,6 @@ class SparseBucket(Bucket):
 
     # Unpack -------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def unpack(self, used: Collection[int] | None = None) -> None:
         if self._average is not None and (used is None or self.members[0] in used):
             self._parameter.grad = self._average

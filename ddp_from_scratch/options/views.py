@@ -69,7 +69,6 @@ class ViewBucket(Bucket):
                 self._parameters[position].grad = self._lend(position)
             self._packed.clear()
 
-    @torch.no_grad()
     def pack(self, scale: float) -> None:
         if self.state is not BucketState.FILLING:
             raise self._again()
@@ -113,7 +112,6 @@ class ViewBucket(Bucket):
         lent = [*map(torch.Tensor.data_ptr, self._lent)]
         return lent == at and not any(map(eq, map(torch.Tensor.data_ptr, gradients), at))
 
-    @torch.no_grad()
     def unpack(self, used: Collection[int] | None = None) -> None:
         if self.state is BucketState.LANDED:
             # In most passes `pack` has lent all windows already.

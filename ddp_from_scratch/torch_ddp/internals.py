@@ -178,6 +178,7 @@ class DelayedReduction:
         self._buckets = [ViewBucket(members, [parameters[m] for m in members]) for members in plan]
         self.hook = trigger.register_hook(self._launch)
 
+    @torch.no_grad()
     def _launch(self, gradient: torch.Tensor) -> None:
         for bucket in self._buckets:
             for index in bucket.members:
@@ -188,6 +189,7 @@ class DelayedReduction:
         # Waits at the end, since waiting here would delay the rest of backward.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
+    @torch.no_grad()
     def _finish(self) -> None:
         for bucket in self._buckets:
             bucket.wait()
