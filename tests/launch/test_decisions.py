@@ -174,6 +174,13 @@ ELASTIC = {
         " | ends 3 0",
         *(0, "-, -, -, -", (KILLED_1,)),
     ),
+    "arrivals are announced": Case(
+        "arrives 0 | announced nothing | train 1 | announced begun | train 02 | announced all 000",
+        None,
+    ),
+    "one that lost a peer asks": Case(
+        "train 012 | asks 2 | generation 2 012 | wait 30 | generation 2 012", None
+    ),
     "one that ended well is not missed": Case(
         "train 012 | ends 0 0 | generation 1 012 | ends 1 KILL | generation 2 2 | ends 2 0",
         *(0, "", (lost(1, "KILL", 1, 1, of=0),), "", 0),
