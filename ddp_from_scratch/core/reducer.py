@@ -119,6 +119,8 @@ class CoreReducer:
         self._error: RuntimeError | None = None
 
         self._transport = transport
+        # A weak reference to what `group()` returned last, since a strong one keeps its threads.
+        self.sends: Callable[[], dist.ProcessGroup | None] = lambda: None
         self.comm_hook: CommHook = comm_hooks.average
         self.comm_state: Any = process_group
         self.concurrent = True

@@ -66,7 +66,9 @@ def check(crew: Crew, case: Case) -> Counter[str]:
         for rank, played in enumerate(ours):
             assert played.faults == [], f"on rank {rank}: {played.faults}"
         seen = Counter({"cases": 1, "operations": len(oracle.expected)})
-        exact = len(ours) == 2 and not case.batch_norm and crew.backend != "nccl"
+        # On a GPU `ddp.SGD` is torch's fused kernel.
+        alike = crew.backend != "nccl" and not (crew.backend in SIMULATED and case.flat)
+        exact = len(ours) == 2 and not case.batch_norm and alike
         seen["raised"] = _compare(oracle, ours, 0.0 if exact else oracle.tolerance)
         if oracle.as_torch:
             seen["beside torch"] = 1

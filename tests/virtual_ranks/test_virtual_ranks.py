@@ -253,6 +253,7 @@ def test_virtual_ranks_that_differ(alone):
     model = nn.ModuleList(nn.BatchNorm1d(2) for _ in range(2))
     ddp.convert_sync_batchnorm(model)
     reducer = ddp.Reducer(model, virtual_ranks=4, find_unused_parameters=True)
+    assert "gloo" in repr(reducer)  # before the ranks have met
 
     def run(virtual_rank, odd, width=2, twice=False):
         outputs = model[0](torch.ones(3, width if virtual_rank == odd else 2))
