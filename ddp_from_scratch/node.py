@@ -101,7 +101,12 @@ def _create(options: Any, unused: object) -> ProcessGroupNode:
     return ProcessGroupNode.open(options.store, options.group_rank, ranks, options.timeout)
 
 
-register_backend(ProcessGroupNode.backend, _create)
+def register() -> None:
+    """Registers the backend under its name. The package's entry point for torch."""
+    register_backend(ProcessGroupNode.backend, _create)
+
+
+register()
 
 
 # By gloo group, the node group that reduces in its place; None if no ranks share memory.
