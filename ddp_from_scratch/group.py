@@ -22,7 +22,7 @@ _NOT_A_MEMBER = "this rank is not a member of the process group"
 
 
 def check_group(process_group: Any) -> dist.ProcessGroup:
-    """Returns the process group; None means all ranks. Raises if it is none, or not this rank's."""
+    """Returns the process group; None means all ranks. Raises unless this rank is a member."""
     if process_group is None:
         process_group = dist.group.WORLD
         if process_group is None:

@@ -83,7 +83,7 @@ class BarrierMemory:
 # Advances messages in flight; returns the seconds until it must be called again.
 Progress = Callable[[], float]
 
-# Seconds between a sleeping rank's checks for lost ranks; the second where a job goes on without.
+# Seconds between checks for lost ranks while a rank sleeps. The second is for elastic jobs.
 _CHECK_EVERY = 0.5
 _CHECK_SOON = 0.02
 

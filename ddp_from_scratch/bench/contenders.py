@@ -260,6 +260,8 @@ def contenders(
     `groups` are process groups of all ranks by backend, beside the job's own. `keep_start` keeps a
     copy of the initial parameters for `check_equal`.
     """
+    # Other convolution kernels of a GPU round differently in each run, so contenders would differ.
+    torch.backends.cudnn.deterministic = True
     # A single batch, since loading data is not measured. The caller seeds it by rank.
     batch = _moved(workload.batch(), device)
     start: list[torch.Tensor] = []

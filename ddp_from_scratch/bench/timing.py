@@ -23,8 +23,6 @@ WARM_UP = 3  # rounds that are not counted
 
 def warm_up(contenders: Sequence[Contender]) -> None:
     """Runs `WARM_UP` rounds, in which buckets are rebuilt once and allocators settle."""
-    # Or a GPU's convolutions round differently in each run, and no two contenders train alike.
-    torch.backends.cudnn.deterministic = True
     for turn in range(WARM_UP):
         for contender in contenders:
             _seed(turn)

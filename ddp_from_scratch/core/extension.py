@@ -23,10 +23,10 @@ class Extension:
       True if no rank sends a bucket in this average. `on_launch` comes before a bucket is
       packed, `on_packed` before the comm hook gets it, `on_launched` after that or after an error.
       `on_agree` and `on_agreed` come around a wait for the weights of all ranks.
-    - end: `takes_over_end` returns True if it ends the pass itself. Then `before_end`, or
-      `on_break` if an exception has ended the pass, before `backward()` raises it. When all
-      buckets are launched: `on_all_launched`, and `used`, which returns the parameters whose
-      `.grad` becomes the average; None means all.
+    - end: `takes_over_end` returns True if the extension ends the pass itself. Otherwise
+      `before_end` comes before the last launches. `on_break` comes if an exception has ended the
+      pass, before `backward()` raises it. When all buckets are launched, `on_all_launched` comes,
+      and `used` returns the parameters whose `.grad` becomes the average; None means all.
     - wait: `on_wait` and `on_waited` come around the wait for a bucket. If it failed, the bucket is
       not LANDED. A comm hook that allows one bucket in flight causes a second, empty wait.
     - unpack: `on_finished` comes when the averages of a bucket are in `.grad`.

@@ -33,9 +33,10 @@ Kind = TypeVar("Kind", bound=Extension)
 
 
 class Weight(Protocol):
-    """The weight of this rank's gradients in one average. Waits for the weights of all ranks."""
+    """The weight of this rank's gradients in one average."""
 
-    def value(self) -> float: ...
+    def value(self) -> float:
+        """Returns the factor for its gradients. Waits for the weights of all ranks."""
 
 
 class CoreReducer:
@@ -382,8 +383,8 @@ class CoreReducer:
         """True if every rank launches its buckets at the same points of backward.
 
         Layers such as synchronised batch norm communicate in backward, and all ranks must issue all
-        collectives in one order. A comm hook with several collectives has no fixed point, nor has a
-        bucket that is full earlier on a rank with unused parameters.
+        collectives in one order. The points differ if the comm hook starts several collectives, or
+        if a bucket is full earlier on a rank with unused parameters.
         """
         return self.concurrent and not self.may_be_unused
 
