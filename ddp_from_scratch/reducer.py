@@ -1,6 +1,5 @@
 """The Reducer with its options, each an extension of `core/reducer.py` in its own file."""
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -14,14 +13,17 @@ from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.layout import AUTO, Caps, bucket_caps
-from ddp_from_scratch.core.memory import sparse_parameters
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.memory import sparse_parameters
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.options import several
+from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms
+from ddp_from_scratch.options.comm_hooks import keep_local
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
+from ddp_from_scratch.options.layers import CommunicatingLayers, layers_with_groups
 from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.options.unused import Unused
@@ -134,6 +136,7 @@ class Reducer(CoreReducer):
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._auto = bucket_cap_mb == AUTO
         self.buffer_sync = BufferSync(module, process_group, ignore)
+        self._checks, self._bucket_hooks = Checks(snapshot, ignore), BucketHooks()
         self._virtual_ranks: VirtualRanks | None = None
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.named, fuse_wgrad)
@@ -145,7 +148,7 @@ class Reducer(CoreReducer):
             # In call order: layout first, comparisons last. An option that is off costs nothing.
             if gradient_as_bucket_view or fuse_wgrad:
                 yield Views()
-            yield Checks(snapshot, ignore)
+            yield self._checks
             if find_unused_parameters or static_graph or skip_unused:
                 yield Unused(find_unused_parameters, static_graph, skip_unused)
             if broadcast_buffers or virtual_ranks is not None:
@@ -158,11 +161,14 @@ class Reducer(CoreReducer):
             if stall_after is not None:
                 yield StallWatch(stall_after, self._progress, process_group)
             if straggler_every is not None:
-                yield self._straggler_watch(straggler_every)
+                yield StragglerWatch(straggler_every, self.device, process_group)
             if check_every is not None:
                 yield DriftCheck(check_every, module, process_group, ignore)
             if fuse_wgrad:
                 yield FusedWgrad()
+            if layers_with_groups(module):
+                yield CommunicatingLayers()
+            yield self._bucket_hooks
             yield from extensions
 
         super().__init__(
@@ -225,7 +231,7 @@ class Reducer(CoreReducer):
             find_unused_parameters=unused is not None and unused.varies,
             static_graph=unused is not None and unused.is_static,
             comm_hook=getattr(self.comm_hook, "__qualname__", str(self.comm_hook)),
-            hook_per_bucket=self.hook_per_bucket,
+            hook_per_bucket=self._bucket_hooks.on,
             transport="shared memory" if shared else self._backend,
         )
 
@@ -284,17 +290,7 @@ class Reducer(CoreReducer):
 
         Without `tell` rank 0 prints the report. Every rank must call this method.
         """
-        self.add_extension(self._straggler_watch(every, tell))
-
-    def _straggler_watch(
-        self, every: int, tell: Callable[[StragglerReport], None] | None = None
-    ) -> StragglerWatch:
-        communicate = weakref.WeakMethod(self.layers_communicate)
-
-        def layers_communicate() -> bool:
-            return (found := communicate()) is not None and found()
-
-        return StragglerWatch(every, self.device, self.process_group, layers_communicate, tell)
+        self.add_extension(StragglerWatch(every, self.device, self.process_group, tell))
 
     def prepare_backward(self, outputs: object) -> None:
         """Searches the graph of these tensors, where backward will begin, for unused parameters."""
@@ -303,8 +299,11 @@ class Reducer(CoreReducer):
 
     def check_forward(self) -> None:
         """Raises, in training, if the averages after a forward pass would be missing or wrong."""
-        if (checks := self.extension(Checks)) is not None:
-            checks.on_forward()
+        self._checks.on_forward()
+
+    def check_complete(self) -> None:
+        """Raises unless every gradient of the last backward pass has been averaged."""
+        self._checks.check_complete()
 
     def check_free(self, what: str) -> None:
         """Raises if virtual ranks fix the comm hook; `what` names the feature for the error."""
@@ -323,7 +322,7 @@ class Reducer(CoreReducer):
         self.check_free("local gradients")
         if self.comm_hook is not comm_hooks.average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        self.set_hook(comm_hooks.keep_local, self.comm_state)
+        self.set_hook(keep_local, self.comm_state)
         try:
             yield
         finally:

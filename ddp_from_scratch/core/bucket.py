@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.core.memory import dense_strides, in_huge_pages
+from ddp_from_scratch.memory import dense_strides, in_huge_pages
 
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]

@@ -32,25 +32,6 @@ from ddp_from_scratch.group import of_member
 Group = dist.ProcessGroup | None
 
 
-class Later(Future):
-    """A future whose value is computed in the thread that waits, where it may communicate."""
-
-    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
-        super().__init__()
-        self._compute = compute
-        self._value: torch.Tensor | None = None
-
-    def wait(self) -> torch.Tensor:
-        if self._value is None:
-            self._value = self._compute()
-        return self._value
-
-    value = wait
-
-    def then(self, callback: Callable[[Any], Any]) -> "Later":
-        return Later(lambda: callback(self))
-
-
 def average(process_group: Group, bucket: Bucket) -> Future:
     """All-reduces the bucket to its average, with the bits of torch's DDP. The default."""
     op: Any = getattr(bucket, "op", None)  # torch's buckets have no such attribute
@@ -59,42 +40,12 @@ def average(process_group: Group, bucket: Bucket) -> Future:
         if op == dist.ReduceOp.SUM:
             bucket.buffer().mul_(1.0 / dist.get_world_size(process_group))
     # The collective's own future, whose value is a list: no callback runs on its thread.
-    return _all_reduce(bucket, bucket.buffer(), process_group, op)
-
-
-def allreduce_hook(process_group: Group, bucket: Bucket) -> Future:
-    """As `average`, but the future's value is a tensor, as hooks that wrap this one expect."""
-    return average(process_group, bucket).then(lambda future: future.value()[0])
-
-
-def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
-    """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
-
-    The division comes before the cast, in the bucket's own precision, so values are rounded once
-    and are as large as the average. Values below 6e-8 become 0. In shared memory nothing is rounded
-    but a machine's sum, which is sent to the other machines.
-
-    Follows: torch's `fp16_compress_hook`, which casts first and then divides.
-    """
-    return _compressed(torch.float16, process_group, bucket)
-
-
-def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
-    """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range."""
-    return _compressed(torch.bfloat16, process_group, bucket)
-
-
-def keep_local(state: Any, bucket: Bucket) -> Future:
-    """Sends nothing, so the bucket keeps this rank's gradients."""
-    future: Future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
+    return all_reduce(bucket, bucket.buffer(), process_group, op)
 
 
 def has_one_collective(hook: CommHook) -> bool:
-    """True for the hooks above, and for a hook with `hook.one_collective = True`."""
-    ours = average, allreduce_hook, fp16_compress_hook, bf16_compress_hook, keep_local
-    return hook in ours or getattr(hook, "one_collective", False) is True
+    """True for `average`, and for a hook with `hook.one_collective = True`."""
+    return hook is average or getattr(hook, "one_collective", False) is True
 
 
 def reduction(hook: CommHook, state: Any) -> dist.ReduceOp.RedOpType | None:
@@ -103,8 +54,8 @@ def reduction(hook: CommHook, state: Any) -> dist.ReduceOp.RedOpType | None:
     group = state or dist.group.WORLD if hook is average else None
     if isinstance(group, SharedMemoryGroup) and group.divides_first:
         return dist.ReduceOp.AVG  # the same bits as a division before the sum
-    divides = hook is average or hook is fp16_compress_hook or hook is bf16_compress_hook
-    return dist.ReduceOp.SUM if divides else None
+    divided = hook is average or getattr(hook, "takes_divided", False)
+    return dist.ReduceOp.SUM if divided else None
 
 
 def is_ours(hook: CommHook) -> bool:
@@ -112,34 +63,13 @@ def is_ours(hook: CommHook) -> bool:
     return getattr(hook, "__module__", "").startswith("ddp_from_scratch.")
 
 
-def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Future:
-    buffer = bucket.buffer()
-    if getattr(bucket, "op", None) is None:  # torch's buckets have no such attribute
-        buffer.mul_(1.0 / dist.get_world_size(process_group))
-    if buffer.is_complex():
-        buffer = torch.view_as_real(buffer)
-    # 16-bit gradients would not get smaller.
-    if buffer.element_size() <= dtype.itemsize:
-        return _all_reduce(bucket, bucket.buffer(), process_group)
-    group = process_group or dist.group.WORLD
-    if isinstance(group, SharedMemoryGroup):
-        # Within a machine nothing is sent, so nothing is rounded.
-        caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"
-        try:
-            return group.allreduce([buffer], crossing=dtype).get_future()
-        finally:
-            caller.suffix = ""
-    compressed = bucket.scratch(buffer.shape, dtype)
-    compressed.copy_(buffer)
-    return _all_reduce(bucket, compressed, process_group)
-
-
-def _all_reduce(
+def all_reduce(
     bucket: Bucket,
     tensor: torch.Tensor,
     process_group: Group,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Future:
+    """Starts to reduce a bucket's tensor in place; the future's value is a list of it."""
     # Ranks compare their operations; the suffix lets an error name the bucket.
     caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"  # torch's have no name
     try:

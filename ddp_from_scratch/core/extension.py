@@ -15,10 +15,13 @@ class Extension:
     A Reducer calls only methods that a class overrides, so an option costs nothing in the other
     phases. Extensions are called in the order in which they were added.
 
+    - layout: `on_layout` comes when buckets, extensions or `ready_order` have changed.
     - forward: `on_forward` and `on_forwarded` come around each forward pass of the module, with or
       without gradients.
     - ready: `on_gradient` says that a parameter has its gradient in `.grad`, also under
       `no_sync()`. `is_complete` returns False if this pass will add to it again.
+      `check_gradient` raises if the bucket cannot hold this gradient, which is sparse, has a graph
+      of its own, or could not be packed.
     - launch: `may_launch` returns False if full buckets must wait for the end of backward, `skips`
       True if no rank sends a bucket in this average. `on_launch` comes before a bucket is
       packed, `on_packed` before the comm hook gets it, `on_launched` after that or after an error.
@@ -46,12 +49,14 @@ class Extension:
         # Weak, because the Reducer holds this object.
         self._of: Callable[[], Any] = weakref.ref(reducer)
 
+    def on_layout(self) -> None: ...
     def on_forward(self) -> None: ...
     def on_forwarded(self, outputs: object) -> None: ...
     def on_gradient(self, index: int) -> None: ...
     def is_complete(self, index: int) -> bool:
         return True
 
+    def check_gradient(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None: ...
     def may_launch(self) -> bool:
         return True
 

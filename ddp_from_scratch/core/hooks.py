@@ -1,16 +1,17 @@
-"""The hooks on parameters and optimizers that call a Reducer."""
+"""The hooks on parameters, modules, optimizers and backward passes that call a Reducer."""
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from itertools import chain
-from operator import setitem
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 Handle = torch.utils.hooks.RemovableHandle
+# Autograd's number for the backward pass that this thread executes; -1 outside of backward.
+current_pass = torch._C._current_graph_task_id
 
 
 class Hooks:
@@ -48,14 +49,13 @@ class Hooks:
         # The parameters may outlive the Reducer, but their hooks must not.
         weakref.finalize(self, _remove_all, self.handles)
 
-    def note(self, places: Mapping[int, dict[int, torch.Tensor]]) -> None:
-        """Replaces `ready` for these parameters by an entry in a dictionary, without Python."""
+    def replace(self, hooks: Mapping[int, Callable[[torch.Tensor], None]]) -> None:
+        """Calls these for their parameters, and `ready` for all others."""
         for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None and handle.id in hooks:
+            table = handle.hooks_dict_ref()
+            if table is not None and handle.id in table:
                 # In place, because hooks run in the order of registration.
-                note = partial(setitem, places[index], index) if index in places else ready
-                hooks[handle.id] = note
+                table[handle.id] = hooks.get(index, ready)
 
     def remove(self) -> None:
         """Removes all hooks. Idempotent."""
@@ -86,21 +86,37 @@ def _remove_all(handles: Iterable[Handle]) -> None:
         handle.remove()
 
 
-def will_accumulate_any(reducer: Any) -> bool:
-    """True if the backward pass under way will add to the `.grad` of one of its parameters."""
-    try:
-        # No Python call for each parameter: there may be thousands.
-        return any(map(torch._C._will_engine_execute_node, reducer.hooks.nodes))
-    except RuntimeError:  # autograd.grad with respect to one of them
-        return any(map(will_accumulate, reducer.parameters))
+class ModuleHook:
+    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
+
+    def __init__(self, reducer: Any = None, phase: str = "") -> None:
+        self._reducer, self._phase = reducer, phase
+
+    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
+        # If torch.compile traced this, it would break the graph of a compiled model. The check
+        # before an optimizer's step still runs.
+        if self._reducer is not None and not torch.compiler.is_compiling():
+            for call in self._reducer.calls[self._phase]:
+                call(*outputs)
+
+    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
+        # This Reducer does not average the gradients of a copy.
+        return ModuleHook, ()
 
 
-def will_accumulate(parameter: torch.Tensor) -> bool:
-    """True if the backward pass under way will add to this parameter's `.grad`."""
-    if not parameter.requires_grad:
-        return False
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # autograd.grad with respect to this parameter
-        return False
+class EndOfPass:
+    """Autograd's callback at the end of a pass, which also notices a pass that failed."""
+
+    def __init__(self, reducer: Any) -> None:
+        # The bound method keeps the Reducer alive until autograd drops this object.
+        self._end_pass, self._reducer = reducer.end_pass, weakref.ref(reducer)
+        self._number, self._called = current_pass(), False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._end_pass()
+
+    # If an exception ends the pass, autograd drops its callbacks without calling them.
+    def __del__(self) -> None:
+        if not self._called and (reducer := self._reducer()) is not None:
+            reducer.break_off(self._number)

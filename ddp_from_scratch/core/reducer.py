@@ -9,8 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -18,15 +16,12 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.core import comm_hooks
-from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, gradient_of
+from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook
 from ddp_from_scratch.core.extension import METHODS, Extension
-from ddp_from_scratch.core.hooks import Hooks
-from ddp_from_scratch.core.memory import FlatMemory
-from ddp_from_scratch.errors import AGAIN, shortened
+from ddp_from_scratch.core.hooks import EndOfPass, Hooks, ModuleHook, current_pass
+from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.group import check_group
 
-# Autograd's number for the backward pass that this thread executes; -1 outside of backward.
-_current_pass = torch._C._current_graph_task_id
 IDLE = -1
 
 Kind = TypeVar("Kind", bound=Extension)
@@ -77,8 +72,8 @@ class CoreReducer:
         pass_number: autograd's number of the current backward pass; IDLE without one.
         broken_off: True if an exception has ended that pass, so autograd never runs its callback.
         lock: held while the buckets change.
-        hook_per_bucket: True if autograd does not call for every gradient; see `_listen`.
-        needs_each: True if it must, since a pass may end before all gradients are there.
+        needs_each: True if autograd must call for each gradient, since a pass may end before all
+            gradients are there (`options/bucket_hooks.py`).
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -100,13 +95,7 @@ class CoreReducer:
         if ready_order is not None and sorted(ready_order) != sorted(parameters):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
         self.module, self.process_group, self.overlap = module, process_group, overlap
-        self._apart = apart or {}
-        # Parameters in buckets of their own come last: indices below `_in_flat` are in flat ones.
-        self.names = sorted(parameters, key=lambda name: name in self._apart)
-        self.parameters = [parameters[name] for name in self.names]
-        self._index_of = {name: index for index, name in enumerate(self.names)}
-        self._in_flat = len(self.names) - len(self._apart)
-        self.device, self.rank = self.parameters[0].device, dist.get_rank(process_group)
+        self.rank = dist.get_rank(process_group)
         self.sync, self.iteration = True, 0
         self.ready_order = None if ready_order is None else list(ready_order)
         self.keeps_layout = self.may_be_unused = False
@@ -135,24 +124,21 @@ class CoreReducer:
 
         self.caps = bucket_caps
         memory_of = self.group() if meets else None
-        self._owner = owner(memory_of)
-        self._memory = FlatMemory(self.parameters[: self._in_flat], memory_of)
+        self.layout = Layout(parameters, apart or {}, memory_of, owner(memory_of))
+        self.names, self.parameters = self.layout.names, self.layout.parameters
+        self.device = self.parameters[0].device
         self._bucket_type: type[Bucket] = Bucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()
         self.flat_buckets: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, Bucket] = {}
+        self.needs_each = False
         self.extensions: list[Extension] = []
         # By phase, the methods that extensions override.
         self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
         self.hooks: Hooks | None = None
-        self._listening: tuple[bool, tuple[Bucket, ...]] = (True, ())
-        self.hook_per_bucket = False
-        self.needs_each = False
         self._order: Sequence[str] = self.present_order()
         self.make_buckets()
-        self.look_at_layers()
-
         for extension in extensions:
             self.add_extension(extension)
         self.hooks = Hooks(self, self._ready, self._before_step)
@@ -160,7 +146,7 @@ class CoreReducer:
         before, after = ModuleHook(self, "on_forward"), ModuleHook(self, "on_forwarded")
         self.hooks.handles.append(module.register_forward_pre_hook(before))
         self.hooks.handles.append(module.register_forward_hook(after))
-        self._listen()
+        self._layout_changed()
 
     # Extensions ---------------------------------------------------------------------------------
 
@@ -168,24 +154,28 @@ class CoreReducer:
         """Starts to call this extension."""
         extension.attach(self)
         self.extensions.insert(0 if first else len(self.extensions), extension)
-        for name, calls in self.calls.items():
-            if getattr(type(extension), name) is not getattr(Extension, name):
-                call = getattr(extension, name)
-                if first:
-                    self.calls[name] = [call, *calls]
-                else:
-                    calls.append(call)  # in place: the phase that is running calls it, too
-        self._listen()
+        self._collect_calls()
 
     def remove_extension(self, extension: Extension) -> None:
         """Stops calling this extension."""
         self.extensions.remove(extension)
-        for name, calls in self.calls.items():
-            # A new list, since an extension may remove itself in the middle of a phase.
-            self.calls[name] = [
-                call for call in calls if getattr(call, "__self__", None) is not extension
+        self._collect_calls()
+
+    def _collect_calls(self) -> None:
+        # New lists, since extensions are added and removed in the middle of a phase.
+        self.calls = {
+            name: [
+                getattr(extension, name)
+                for extension in self.extensions
+                if getattr(type(extension), name) is not getattr(Extension, name)
             ]
-        self._listen()
+            for name in METHODS
+        }
+        self._layout_changed()
+
+    def _layout_changed(self) -> None:
+        for call in self.calls["on_layout"]:
+            call()
 
     def extension(self, kind: type[Kind]) -> Kind | None:
         """Returns the extension of this type, or None."""
@@ -200,16 +190,11 @@ class CoreReducer:
         """Returns the final order; before it is known, a guess: last layer first."""
         return self.ready_order or self.names[::-1]
 
-    def plan(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Returns the members of the buckets that `lay_out` would make."""
-        indices = [*map(self._index_of.__getitem__, order)]
-        apart = zip(filter(self._in_flat.__le__, indices), strict=True)
-        return *self._memory.plan([*filter(self._in_flat.__gt__, indices)], caps), *apart
-
     def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
         """Rebuilds the buckets for gradients that become ready in this order. Idempotent."""
         self.caps = caps or self.caps
-        if self.plan(order, self.caps) != tuple(map(attrgetter("members"), self.all_buckets)):
+        present = tuple(bucket.members for bucket in self.all_buckets)
+        if self.layout.plan(order, self.caps) != present:
             self._order = order
             self.make_buckets()
 
@@ -219,27 +204,14 @@ class CoreReducer:
         saved: dict[int, torch.Tensor] = {}
         for bucket in self.flat_buckets:
             saved |= bucket.saved()
-        plan = self.plan(self._order, self.caps)
-        flat = [members for members in plan if members[0] < self._in_flat]
-        buckets: list[Bucket] = []
-        for index, (members, buffer) in enumerate(zip(flat, self._memory.cut(flat), strict=True)):
-            strides = [self._memory.strides[member] for member in members]
-            parameters = [self.parameters[member] for member in members]
-            name, is_last = f"bucket {index} of {self._owner}", index == len(flat) - 1
-            label = f"ddp.bucket {index} ({shortened([self.names[m] for m in members], 3)})"
-            bucket = self._bucket_type(
-                members, parameters, buffer, strides, index, is_last, name, label
-            )
+        flat, apart = self.layout.make(
+            self._order, self.caps, self._bucket_type, self.process_group
+        )
+        for bucket in flat:
             bucket.load(saved)
-            buckets.append(bucket)
-        self.flat_buckets = tuple(buckets)
-        for (member,) in plan[len(flat) :]:
-            name, parameter = self.names[member], self.parameters[member]
-            make = self._apart[name]
-            buckets.append(make(member, parameter, len(buckets), self.process_group, name))
-        self.all_buckets = tuple(buckets)
+        self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
         self.bucket_of = {index: bucket for bucket in self.all_buckets for index in bucket.members}
-        self._listen()
+        self._layout_changed()
 
     def _agree_on_order(self) -> None:
         """Lays the buckets out in the order of rank 0's gradients, on all ranks. Collective."""
@@ -248,31 +220,7 @@ class CoreReducer:
         dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [*map(self.names.__getitem__, order.tolist())]
         self.lay_out(self.ready_order)
-        self._listen()
-
-    def _listen(self) -> None:
-        """Hooks only the last gradient of each bucket, where that is enough.
-
-        With many small layers, a Python call for each gradient is the largest cost. Once the ranks
-        have agreed on an order, autograd only notes the other gradients in their bucket (`noted`),
-        and the hook of the last one counts them all. The very first gradient keeps its hook, since
-        it begins the pass.
-        """
-        each = self.calls["on_gradient"] or self.calls["is_complete"] or self.needs_each
-        listening = bool(self.ready_order is None or each), self.flat_buckets
-        if self.hooks is None or listening == self._listening:
-            return
-        self._listening = listening
-        self._count_noted(*self.all_buckets)
-        noted: dict[int, dict[int, torch.Tensor]] = {}
-        if self.ready_order is not None and not each:
-            first = self._index_of[self.ready_order[0]]
-            for bucket in self.flat_buckets:
-                for index in bucket.members[:-1] if not bucket.packs_early else ():
-                    noted[index] = bucket.noted
-            noted.pop(first, None)
-        self.hooks.note(noted)
-        self.hook_per_bucket = bool(noted)
+        self._layout_changed()
 
     # Ready --------------------------------------------------------------------------------------
 
@@ -286,36 +234,16 @@ class CoreReducer:
         for call in self.calls["on_gradient"]:
             call(index)
         with self.lock:
-            bucket = self.bucket_of[index]
-            if not bucket.noted:
-                self._count(index, gradient)
-                return
-            bucket.noted[index] = parameter
-            complete = bucket.noted.keys() == bucket.missing
-            # The common case, without a Python call for each gradient. The list lives until the
-            # launch, so that Python does not wrap each `.grad` again.
-            gradients = [*map(gradient_of, bucket.noted.values())]
-            if (
-                not (complete and self.sync)
-                or torch.is_grad_enabled()
-                or any(map(is_, gradients, repeat(None)))
-            ):
-                self._count_each(bucket)
-                return
-            if self.pass_number != _current_pass():
-                self.begin_pass()
-            bucket.noted.clear()
-            bucket.missing.clear()
-            self.launch_full_buckets(early=True)
+            self._count(index, gradient)
 
-    def _count_noted(self, *buckets: Bucket) -> None:
-        """Counts the gradients that autograd has only noted in these buckets; see `_listen`."""
-        for bucket in buckets:
-            if bucket.noted:
-                with self.lock:
-                    self._count_each(bucket)
+    def count_noted(self) -> None:
+        """Counts the gradients that autograd has only noted in the buckets."""
+        with self.lock:
+            for bucket in self.all_buckets:
+                self.count_each(bucket)
 
-    def _count_each(self, bucket: Bucket) -> None:
+    def count_each(self, bucket: Bucket) -> None:
+        """Counts the gradients that autograd has only noted in this bucket. Under `lock`."""
         for index in [*bucket.noted]:
             parameter = bucket.noted.pop(index)
             if (gradient := parameter.grad) is not None:
@@ -328,10 +256,11 @@ class CoreReducer:
                 raise self._second_gradient(index)
             return
         if gradient.is_sparse or gradient.requires_grad:
-            self._check_gradient(index, gradient, bucket)
+            for check in self.calls["check_gradient"]:
+                check(index, gradient, bucket)
         # Reentrant checkpointing runs passes inside a pass. Which parameters are unused is known at
         # the end of the outermost one.
-        if self.pass_number != _current_pass() and not (
+        if self.pass_number != current_pass() and not (
             self.may_be_unused and self.pass_number != IDLE
         ):
             self.begin_pass()
@@ -356,16 +285,16 @@ class CoreReducer:
 
     def begin_pass(self) -> None:
         """Begins the pass that autograd is executing, and has autograd call at its end."""
-        self.pass_number, self.broken_off = _current_pass(), False
+        self.pass_number, self.broken_off = current_pass(), False
         self.pass_thread = threading.get_ident()
         end: Callable[[], None] = self.end_pass
         if self.calls["on_break"]:
-            end = _End(self)
+            end = EndOfPass(self)
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def is_in_pass(self) -> bool:
         """True if autograd is now executing the pass that has begun."""
-        return self.pass_number != IDLE and self.pass_number == _current_pass()
+        return self.pass_number != IDLE and self.pass_number == current_pass()
 
     def mark_unused(self, indices: Iterable[int]) -> None:
         """Marks parameters that get no gradient in this pass; skips those that are ready."""
@@ -374,28 +303,10 @@ class CoreReducer:
 
     def missing(self) -> list[str]:
         """Returns the names of the parameters that have no gradient yet."""
-        self._count_noted(*self.all_buckets)
+        self.count_noted()
         return [
             self.names[index] for bucket in self.all_buckets for index in sorted(bucket.missing)
         ]
-
-    def has_fixed_order(self) -> bool:
-        """True if every rank launches its buckets at the same points of backward.
-
-        Layers such as synchronised batch norm communicate in backward, and all ranks must issue all
-        collectives in one order. The points differ if the comm hook starts several collectives, or
-        if a bucket is full earlier on a rank with unused parameters.
-        """
-        return self.concurrent and not self.may_be_unused
-
-    def look_at_layers(self) -> None:
-        """Finds the layers that communicate in backward, such as synchronised batch norm."""
-        self._communicating = [m for m in self.module.modules() if hasattr(m, "process_group")]
-
-    def layers_communicate(self) -> bool:
-        """True if layers communicate in the Reducer's own group."""
-        ours = self.process_group or dist.group.WORLD
-        return any((m.process_group or dist.group.WORLD) is ours for m in self._communicating)
 
     # Pack, launch -------------------------------------------------------------------------------
 
@@ -407,9 +318,6 @@ class CoreReducer:
             for may_launch in self.calls["may_launch"]:
                 if not may_launch():
                     return
-            fixed = self.concurrent and not self.may_be_unused  # `has_fixed_order`
-            if not fixed and self.layers_communicate():
-                return
         # By index: readiness differs between ranks, and all must issue the same collectives.
         while self.next_bucket < len(self.all_buckets):
             bucket = self.all_buckets[self.next_bucket]
@@ -442,8 +350,8 @@ class CoreReducer:
                     # A flat buffer takes no sparse gradient. Checked here and not before, so that a
                     # pass without mistakes does not pay for it.
                     for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
-                        if parameter.grad is not None:
-                            self._check_gradient(index, parameter.grad, bucket)
+                        for check in self.calls["check_gradient"]:
+                            check(index, parameter.grad, bucket)
                     raise
                 if self._mean == 0:
                     bucket.contribute_zeros()
@@ -534,7 +442,7 @@ class CoreReducer:
         """Ends the pass and launches the rest; returns True if all buckets are launched."""
         for bucket in self.all_buckets:
             if bucket.noted:
-                self._count_noted(bucket)
+                self.count_noted()
         self.pass_number, self.broken_off = IDLE, False
         for call in self.calls["before_end"]:
             call()
@@ -547,7 +455,7 @@ class CoreReducer:
             # parts, reentrant checkpoints); otherwise the next forward pass raises.
             self.restore_grads()
             self.needs_each = True
-            self._listen()
+            self._layout_changed()
             return False
         return True
 
@@ -567,9 +475,8 @@ class CoreReducer:
     @torch.no_grad()
     def finish(self, takes_part: bool = True) -> RuntimeError | None:
         """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
-        errors = self.calls["error"] if takes_part else []
-        error, self._error = self._error, None
-        takes_part = takes_part and error is None
+        has_data, (error, self._error) = takes_part, (self._error, None)
+        takes_part = has_data and error is None
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         for call in self.calls["on_all_launched"]:
             call()
@@ -592,7 +499,7 @@ class CoreReducer:
             self._agree_on_order()
         for call in self.calls["on_average"]:
             call(self.iteration, takes_part)
-        for call in errors:
+        for call in self.calls["error"] if has_data else ():
             error = error or call()
         return error
 
@@ -613,12 +520,12 @@ class CoreReducer:
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients locally inside; the next backward outside averages the sum."""
         # Contexts may be nested, so the end restores what was there before.
-        self._count_noted(*self.all_buckets)
+        self.count_noted()
         before, self.sync = self.sync, False
         try:
             yield
         finally:
-            self._count_noted(*self.all_buckets)
+            self.count_noted()
             self.sync = before
 
     def abort_step(self) -> None:
@@ -631,40 +538,16 @@ class CoreReducer:
         for call in self.calls["on_abort"]:
             call()
 
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for call in self.calls["on_step"]:
+            call(optimizer)
+
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
         if self.hooks is not None:
             self.hooks.remove()
         for call in self.calls["remove"]:
             call()
-
-    # Errors -------------------------------------------------------------------------------------
-
-    def check_complete(self) -> None:
-        """Raises unless every gradient of the last backward pass has been averaged."""
-        rank = self.rank
-        if self.pass_number != IDLE and _current_pass() != -1:
-            raise RuntimeError(
-                f"an optimizer stepped during backward on rank {rank}, on gradients that are not "
-                f"averaged yet: let it step when backward() has returned"
-            )
-        # The last bucket is unpacked last. If it is not FILLING, an exception ended `finish` early.
-        if self.pass_number != IDLE or self.all_buckets[-1].state is not BucketState.FILLING:
-            raise RuntimeError(f"the last backward pass on rank {rank} was broken off: {AGAIN}")
-        for bucket in self.all_buckets:
-            if bucket.noted:
-                self._count_noted(bucket)
-            if len(bucket.missing) < len(bucket.members):
-                raise RuntimeError(
-                    f"no gradient in the last backward pass on rank {rank} for: "
-                    f"{shortened(self.missing())}. Every parameter must take part in the loss on "
-                    f"every rank, unless the Reducer has find_unused_parameters=True"
-                )
-
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.check_complete()
-        for call in self.calls["on_step"]:
-            call(optimizer)
 
     def _second_gradient(self, index: int) -> RuntimeError:
         return RuntimeError(
@@ -674,54 +557,3 @@ class CoreReducer:
             f"several gradients, or it is used outside of the module's forward, use "
             f"static_graph=True"
         )
-
-    def _check_gradient(self, index: int, gradient: torch.Tensor, bucket: Bucket) -> None:
-        """Raises if the bucket cannot hold this gradient."""
-        name, rank = self.names[index], self.rank
-        if gradient.is_sparse and not bucket.is_sparse:
-            raise RuntimeError(
-                f"the gradient of parameter {name} is sparse on rank {rank}, but its module has "
-                f"not declared that: only the weights of Embedding and EmbeddingBag with "
-                f"sparse=True are gathered, others lie in flat buckets"
-            )
-        if gradient.requires_grad and bucket.keeps_no_graph:
-            raise RuntimeError(
-                f"backward(create_graph=True) on rank {rank}: the gradient of parameter {name} "
-                f"cannot keep its graph, since it is {bucket.keeps_no_graph}"
-            )
-
-
-class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
-
-    def __init__(self, reducer: CoreReducer | None = None, phase: str = "") -> None:
-        self._reducer, self._phase = reducer, phase
-
-    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
-        # If torch.compile traced this, it would break the graph of a compiled model. The check
-        # before an optimizer's step still runs.
-        if self._reducer is not None and not torch.compiler.is_compiling():
-            for call in self._reducer.calls[self._phase]:
-                call(*outputs)
-
-    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        # This Reducer does not average the gradients of a copy.
-        return ModuleHook, ()
-
-
-class _End:
-    """Autograd's callback at the end of a pass, which also notices a pass that failed."""
-
-    def __init__(self, reducer: CoreReducer) -> None:
-        # The bound method keeps the Reducer alive until autograd drops this object.
-        self._end_pass, self._reducer = reducer.end_pass, weakref.ref(reducer)
-        self._number, self._called = _current_pass(), False
-
-    def __call__(self) -> None:
-        self._called = True
-        self._end_pass()
-
-    # If an exception ends the pass, autograd drops its callbacks without calling them.
-    def __del__(self) -> None:
-        if not self._called and (reducer := self._reducer()) is not None:
-            reducer.break_off(self._number)

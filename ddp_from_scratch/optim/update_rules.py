@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ddp_from_scratch.core.memory import dense_strides
+from ddp_from_scratch.memory import dense_strides
 
 # In bytes. A multiple of the vector size of every CPU that torch has kernels for.
 CACHE_LINE = 64

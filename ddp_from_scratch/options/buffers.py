@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.core.memory import split_like
 from ddp_from_scratch.group import of_member
+from ddp_from_scratch.memory import split_like
 from ddp_from_scratch.sync.broadcast import check_buffers, messages, send_tensors
 from ddp_from_scratch.waiting import wait
 

@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.core.hooks import current_pass
+from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.errors import AGAIN, shortened
 from ddp_from_scratch.group import on_gpu_of
+from ddp_from_scratch.options.layers import look_for_layers
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gather_integers
 
 # Mapped over all parameters before every forward pass, so they must not be Python functions.
@@ -44,7 +47,7 @@ class Checks(Extension):
         reducer: CoreReducer = self._of()
         module = reducer.module
         # Activation checkpointing recomputes forward passes inside backward.
-        recomputing = torch._C._current_graph_task_id() != -1
+        recomputing = current_pass() != -1
         # An evaluation under no_grad() may run on one rank alone, so it is not checked. A module in
         # training mode is: reentrant checkpoints first run their forward pass under no_grad().
         training = not recomputing and (torch.is_grad_enabled() or module.training)
@@ -61,8 +64,8 @@ class Checks(Extension):
                 raise RuntimeError(
                     f"{difference} on rank {reducer.rank} after the Reducer was made: {AGAIN}"
                 )
-            reducer.look_at_layers()
-        reducer.check_complete()
+            look_for_layers(reducer)
+        self.check_complete()
         if self._watches_writes and all_of_it:
             self._before = [*map(_version, snapshot.parameters.values())]
 
@@ -86,7 +89,47 @@ class Checks(Extension):
                 f"check_every=N"
             )
 
-    def compare_writers(self) -> None:
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.check_complete()
+
+    def check_complete(self) -> None:
+        """Raises unless every gradient of the last backward pass has been averaged."""
+        reducer: CoreReducer = self._of()
+        rank, buckets = reducer.rank, reducer.all_buckets
+        if reducer.pass_number != IDLE and current_pass() != -1:
+            raise RuntimeError(
+                f"an optimizer stepped during backward on rank {rank}, on gradients that are not "
+                f"averaged yet: let it step when backward() has returned"
+            )
+        # The last bucket is unpacked last. If it is not FILLING, an exception ended `finish` early.
+        if reducer.pass_number != IDLE or buckets[-1].state is not BucketState.FILLING:
+            raise RuntimeError(f"the last backward pass on rank {rank} was broken off: {AGAIN}")
+        for bucket in buckets:
+            if bucket.noted:
+                reducer.count_noted()
+            if len(bucket.missing) < len(bucket.members):
+                raise RuntimeError(
+                    f"no gradient in the last backward pass on rank {rank} for: "
+                    f"{shortened(reducer.missing())}. Every parameter must take part in the loss "
+                    f"on every rank, unless the Reducer has find_unused_parameters=True"
+                )
+
+    def check_gradient(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None:
+        reducer: CoreReducer = self._of()
+        name, rank = reducer.names[index], reducer.rank
+        if gradient is not None and gradient.is_sparse and not bucket.is_sparse:
+            raise RuntimeError(
+                f"the gradient of parameter {name} is sparse on rank {rank}, but its module has "
+                f"not declared that: only the weights of Embedding and EmbeddingBag with "
+                f"sparse=True are gathered, others lie in flat buckets"
+            )
+        if gradient is not None and gradient.requires_grad and bucket.keeps_no_graph:
+            raise RuntimeError(
+                f"backward(create_graph=True) on rank {rank}: the gradient of parameter {name} "
+                f"cannot keep its graph, since it is {bucket.keeps_no_graph}"
+            )
+
+    def compare_writers(self, takes_part: bool) -> None:
         """Adds a `DriftCheck` if a forward pass on any rank has written. Collective."""
         reducer: CoreReducer = self._of()
         if reducer.extension(DriftCheck) is not None:
@@ -96,7 +139,8 @@ class Checks(Extension):
             counts = gather_integers([len(self._written)], group)
         if any(map(any, counts)):
             drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._ignore, after_writes=True)
-            reducer.add_extension(drift)  # its `on_average` runs in this average, too
+            reducer.add_extension(drift)
+            drift.on_average(reducer.iteration, takes_part)
 
 
 class _FirstAverage(Extension):
@@ -105,7 +149,7 @@ class _FirstAverage(Extension):
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         if iteration == 1:
-            self._checks.compare_writers()
+            self._checks.compare_writers(takes_part)
         else:
             # The first average may be repeated (`abort_step`), so this stays until the second.
             self._of().remove_extension(self)

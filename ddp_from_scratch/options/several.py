@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.core.hooks import will_accumulate_any
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
-from ddp_from_scratch.options.unused import Unused
+from ddp_from_scratch.options.layers import communicate, has_fixed_order
+from ddp_from_scratch.options.unused import Unused, will_accumulate_any
 
 # In the order of construction, which is the same on all ranks of a group. Not a list of weak
 # references: up to Python 3.11 the garbage collector may shorten it while it is copied.
@@ -79,8 +79,8 @@ class Several(Extension):
             if other.iteration == iteration and other.next_bucket < len(other.all_buckets):
                 return False
             other.await_hook()
-        fixed = all(each.has_fixed_order() for each in (reducer, *ahead))
-        return fixed or not any(r.layers_communicate() and _takes_part(r) for r in everyone)
+        fixed = all(has_fixed_order(each) for each in (reducer, *ahead))
+        return fixed or not any(communicate(r) and _takes_part(r) for r in everyone)
 
     def takes_over_end(self) -> bool:
         reducer, everyone = self._of(), living()

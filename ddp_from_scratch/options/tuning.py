@@ -114,7 +114,7 @@ class BucketTuning(Extension):
             return
         now, order = clock(reducer.device), reducer.present_order()
         if self._ahead is None:
-            layouts = {cap: reducer.plan(order, bucket_caps(cap)) for cap in CAPS}
+            layouts = {cap: reducer.layout.plan(order, bucket_caps(cap)) for cap in CAPS}
             groups = candidates(layouts, self.present.overlap)
             self._times = {candidate: [] for group in groups for candidate in group}
             self._ahead = trials(groups)

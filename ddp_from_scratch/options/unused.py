@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.core.hooks import will_accumulate
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.errors import shortened
 from ddp_from_scratch.waiting import wait
@@ -279,3 +278,23 @@ class GraphWatch:
         # A static graph's record is from an earlier step, whose other leaves may be freed.
         others = [other() for other in forward.others]
         return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
+
+
+def will_accumulate_any(reducer: Any) -> bool:
+    """True if the backward pass under way will add to the `.grad` of one of its parameters."""
+    try:
+        # No Python call for each parameter: there may be thousands.
+        return any(map(torch._C._will_engine_execute_node, reducer.hooks.nodes))
+    except RuntimeError:  # autograd.grad with respect to one of them
+        return any(map(will_accumulate, reducer.parameters))
+
+
+def will_accumulate(parameter: torch.Tensor) -> bool:
+    """True if the backward pass under way will add to this parameter's `.grad`."""
+    if not parameter.requires_grad:
+        return False
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # autograd.grad with respect to this parameter
+        return False

@@ -9,7 +9,7 @@ import torch
 
 from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.core.memory import lies_at
+from ddp_from_scratch.memory import lies_at
 
 
 class ViewBucket(Bucket):

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from ddp_from_scratch import comm_hooks, gpu
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.layout import assign
-from ddp_from_scratch.core.memory import sparse_parameters
 from ddp_from_scratch.group import check_group
+from ddp_from_scratch.memory import sparse_parameters
 from ddp_from_scratch.options.views import ViewBucket
 from ddp_from_scratch.reducer import Reducer
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import gpu
+from ddp_from_scratch.options.layers import communicate
 from ddp_from_scratch.watch.recorder import Mark, Recorder, StepMarks
 
 # The phases in which a rank works, in the order of a step; then the phase in which it waits.
@@ -145,14 +146,13 @@ class StragglerWatch(Recorder):
         every: int,
         device: torch.device,
         process_group: dist.ProcessGroup | None,
-        layers_communicate: Callable[[], bool],
         tell: Callable[[StragglerReport], None] | None = None,
     ) -> None:
         if not isinstance(every, int) or every < 1:
             raise ValueError(f"straggler_every must be a number of averages, got {every!r}")
         super().__init__(device)
         self._every, self._device, self._process_group = every, device, process_group
-        self._layers_communicate, self._tell = layers_communicate, tell
+        self._tell = tell
         # Steps since the last report. The first one begins after the first average.
         self._steps: list[StepMarks] = []
 
@@ -188,7 +188,7 @@ class StragglerWatch(Recorder):
         self._steps.clear()
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._process_group))]
         dist.all_gather(everyone, own, group=self._process_group)
-        only = ("data", "optimizer") if self._layers_communicate() else WORK
+        only = ("data", "optimizer") if communicate(self._of()) else WORK
         report = compare(torch.stack(everyone).cpu(), iteration, only)
         if self._tell is not None:
             self._tell(report)

@@ -82,7 +82,7 @@ def test_gradients_are_those_of_torchs_ddp(world, program, views):
             # A `.grad` that stays is no sign that a gradient has arrived.
             model.zero_grad(set_to_none=step != 4)
             PROGRAMS[program](forward, model, step, world.rank)
-        assert forwards[0].reducer.hook_per_bucket
+        assert forwards[0].reducer.stats().hook_per_bucket
         for parameter, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(parameter.grad, reference.grad), step
 
@@ -115,7 +115,7 @@ def test_a_loss_in_parts_goes_back_to_a_hook_per_gradient(world, first, stays):
         assert reducer.iteration == step + 1
         for parameter, *alone in zip(*(m.parameters() for m in (ours, *whole)), strict=True):
             torch.testing.assert_close(parameter.grad, (alone[0].grad + alone[1].grad) / 2)
-    assert reducer.hook_per_bucket is stays
+    assert reducer.stats().hook_per_bucket is stays
     assert ("a hook per bucket" in repr(reducer)) is stays
 
 
@@ -138,7 +138,7 @@ def test_python_is_called_once_for_each_bucket_and_for_the_first_gradient(world)
 @on("gloo-2")
 def test_options_that_ask_for_each_gradient_get_each(world, option):
     _, reducer = learnt(world, **{option: True})
-    assert not reducer.hook_per_bucket
+    assert not reducer.stats().hook_per_bucket
 
 
 class Nothing(torch.autograd.Function):
@@ -202,7 +202,7 @@ ERRORS = {
 @on("gloo-2")
 def test_errors_are_those_of_a_hook_per_gradient(world, program):
     model, reducer = learnt(world, gradient_as_bucket_view=program is with_a_graph)
-    assert reducer.hook_per_bucket
+    assert reducer.stats().hook_per_bucket
 
     def run():
         program(model, world)

@@ -1,62 +1,20 @@
-"""The buckets' memory: one flat tensor for all gradients of a dtype on a device."""
+"""Helpers for the memory of tensors."""
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-
-from ddp_from_scratch.core.layout import assign
-
-# Each bucket begins at a multiple of this many elements, so on a cache line and aligned for the
-# vector units of every CPU.
-ALIGNMENT = 64
 
 _HUGE_PAGE = 2**21  # bytes
 _libc = ctypes.CDLL(None) if hasattr(mmap, "MADV_HUGEPAGE") else None
 
 
-class FlatMemory:
-    """The memory of the flat buckets, and each parameter's shape in it.
-
-    The backend of `memory_of` may offer memory that a machine's ranks share, and in which they
-    reduce in place; construction is then collective.
-    """
-
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], memory_of: dist.ProcessGroup | None
-    ) -> None:
-        self._gradients = [(p.numel() * p.element_size(), (p.dtype, p.device)) for p in parameters]
-        self._numels = [parameter.numel() for parameter in parameters]
-        # Fixed now, while the strides are the same on all ranks. A rank may transpose a parameter
-        # later, and its bucket must still match the others'.
-        self.strides = [dense_strides(parameter) for parameter in parameters]
-        sizes = dict.fromkeys((key for _, key in self._gradients), 0)
-        for numel, (_, key) in zip(self._numels, self._gradients, strict=True):
-            # ALIGNMENT more for each, because every gradient may be a bucket of its own.
-            sizes[key] += numel + ALIGNMENT
-        # Allocated once for any layout, since allocating shared memory is collective.
-        self._memory = {key: _zeros(size, *key, memory_of) for key, size in sizes.items()}
-
-    def plan(self, order: Iterable[int], caps: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns the members of the buckets; see `assign`."""
-        return assign(self._gradients, order, caps)
-
-    def cut(self, plan: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Returns the buffer of each bucket, one behind the other."""
-        ends, buffers = dict.fromkeys(self._memory, 0), []
-        for members in plan:
-            _, key = self._gradients[members[0]]
-            numel = sum(self._numels[member] for member in members)
-            buffers.append(self._memory[key][ends[key] : ends[key] + numel])
-            ends[key] += -(-numel // ALIGNMENT) * ALIGNMENT
-        return buffers
-
-
-def _zeros(
+def zeros(
     numel: int, dtype: torch.dtype, device: torch.device, process_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
+    """Returns zeros, in memory that a machine's ranks share if the group's backend offers it."""
     # Only on CPUs: NCCL offers memory, too, but its effect here has not been measured.
     if device.type == "cpu" and process_group is not None:
         backend = process_group._get_backend(device)
