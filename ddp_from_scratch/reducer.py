@@ -344,7 +344,7 @@ class Reducer(CoreReducer):
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
         weight = self.agree_weight(amount)
-        self.set_weight(weight)
+        self.set_weight(weight.value)
         if sync_batch_norms(self.module) and not weight.all_equal():
             self.set_weight(None)
             raise RuntimeError(
@@ -365,7 +365,7 @@ class Reducer(CoreReducer):
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
         """Joins the other ranks' next average with weight 0; keeps `.grad`."""
-        self.set_weight(weight)
+        self.set_weight(weight.value)
         self.mark_unused(range(len(self.parameters)))
         self.launch_full_buckets()
         self.await_hook()

@@ -86,24 +86,6 @@ def _remove_all(handles: Iterable[Handle]) -> None:
         handle.remove()
 
 
-class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
-
-    def __init__(self, reducer: Any = None, phase: str = "") -> None:
-        self._reducer, self._phase = reducer, phase
-
-    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
-        # If torch.compile traced this, it would break the graph of a compiled model. The check
-        # before an optimizer's step still runs.
-        if self._reducer is not None and not torch.compiler.is_compiling():
-            for call in self._reducer.calls[self._phase]:
-                call(*outputs)
-
-    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        # This Reducer does not average the gradients of a copy.
-        return ModuleHook, ()
-
-
 class EndOfPass:
     """Autograd's callback at the end of a pass, which also notices a pass that failed."""
 

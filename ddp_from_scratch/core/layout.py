@@ -133,11 +133,11 @@ class Layout:
         # Allocated once for any layout, since allocating shared memory is collective.
         self._memory = {key: zeros(size, *key, memory_of) for key, size in sizes.items()}
 
-    def plan(self, order: Sequence[str], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    def plan(self, order: Sequence[str], caps: Sequence[int]) -> list[tuple[int, ...]]:
         """Returns the members of each bucket; those apart come last."""
         indices = [*map(self.index_of.__getitem__, order)]
         apart = zip(filter(self._in_flat.__le__, indices), strict=True)
-        return *assign(self._gradients, filter(self._in_flat.__gt__, indices), caps), *apart
+        return [*assign(self._gradients, filter(self._in_flat.__gt__, indices), caps), *apart]
 
     def make(
         self,

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,20 +18,13 @@ from torch.autograd.profiler import record_function
 from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook
 from ddp_from_scratch.core.extension import METHODS, Extension
-from ddp_from_scratch.core.hooks import EndOfPass, Hooks, ModuleHook, current_pass
+from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass
 from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.group import check_group
 
 IDLE = -1
 
 Kind = TypeVar("Kind", bound=Extension)
-
-
-class Weight(Protocol):
-    """The weight of this rank's gradients in one average."""
-
-    def value(self) -> float:
-        """Returns the factor for its gradients. Waits for the weights of all ranks."""
 
 
 class CoreReducer:
@@ -114,7 +107,8 @@ class CoreReducer:
         self.comm_hook: CommHook = comm_hooks.average
         self.comm_state: Any = process_group
         self.concurrent = True
-        self._weight: Weight | None = None  # of this rank, in the next average alone
+        # Returns this rank's weight in the next average alone; waits for the weights of all ranks.
+        self._weight: Callable[[], float] | None = None
         # The group that `_prepare` ran for; None before. Weak, since a strong reference would keep
         # the group's threads alive.
         self._prepared_for: weakref.ref[dist.ProcessGroup] | None = None
@@ -190,13 +184,15 @@ class CoreReducer:
         """Returns the final order; before it is known, a guess: last layer first."""
         return self.ready_order or self.names[::-1]
 
-    def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> None:
-        """Rebuilds the buckets for gradients that become ready in this order. Idempotent."""
+    def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> bool:
+        """Rebuilds the buckets, if they change, for gradients that become ready in this order."""
         self.caps = caps or self.caps
-        present = tuple(bucket.members for bucket in self.all_buckets)
-        if self.layout.plan(order, self.caps) != present:
-            self._order = order
-            self.make_buckets()
+        present = [bucket.members for bucket in self.all_buckets]
+        if self.layout.plan(order, self.caps) == present:
+            return False
+        self._order = order
+        self.make_buckets()
+        return True
 
     def make_buckets(self, kind: type[Bucket] | None = None) -> None:
         """Makes buckets for the current order, and moves gradients from the old ones."""
@@ -219,8 +215,8 @@ class CoreReducer:
         order = torch.tensor([*seen_first], device=self.device)
         dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [*map(self.names.__getitem__, order.tolist())]
-        self.lay_out(self.ready_order)
-        self._layout_changed()
+        if not self.lay_out(self.ready_order):
+            self._layout_changed()
 
     # Ready --------------------------------------------------------------------------------------
 
@@ -240,7 +236,8 @@ class CoreReducer:
         """Counts the gradients that autograd has only noted in the buckets."""
         with self.lock:
             for bucket in self.all_buckets:
-                self.count_each(bucket)
+                if bucket.noted:
+                    self.count_each(bucket)
 
     def count_each(self, bucket: Bucket) -> None:
         """Counts the gradients that autograd has only noted in this bucket. Under `lock`."""
@@ -373,7 +370,7 @@ class CoreReducer:
             return
         for call in self.calls["on_agree"]:
             call()
-        weight = 1.0 if self._weight is None else self._weight.value()
+        weight = 1.0 if self._weight is None else self._weight()
         sends = self.group()
         hook: Any = self.comm_hook
         state = self.comm_state
@@ -410,7 +407,7 @@ class CoreReducer:
         ours = self.process_group or dist.group.WORLD
         return comm_hooks.is_ours(self.comm_hook) and (named or dist.group.WORLD) is ours
 
-    def set_weight(self, weight: Weight | None) -> None:
+    def set_weight(self, weight: Callable[[], float] | None) -> None:
         """Sets the factor of this rank's gradients in the next average; None means 1."""
         self._weight, self._prepared_for = weight, None
 
@@ -557,3 +554,21 @@ class CoreReducer:
             f"several gradients, or it is used outside of the module's forward, use "
             f"static_graph=True"
         )
+
+
+class ModuleHook:
+    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
+
+    def __init__(self, reducer: CoreReducer | None = None, phase: str = "") -> None:
+        self._reducer, self._phase = reducer, phase
+
+    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
+        # If torch.compile traced this, it would break the graph of a compiled model. The check
+        # before an optimizer's step still runs.
+        if self._reducer is not None and not torch.compiler.is_compiling():
+            for call in self._reducer.calls[self._phase]:
+                call(*outputs)
+
+    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
+        # This Reducer does not average the gradients of a copy.
+        return ModuleHook, ()

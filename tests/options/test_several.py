@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.core import hooks
+from ddp_from_scratch.options import unused
 from tests.support.fuzz_case import in_halves
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, is_rank_0s, mean, own
@@ -218,7 +218,7 @@ def test_a_reducer_asks_autograd_and_not_each_parameter_of_those_before_it(world
     model, other = Terms(1, 2), nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
     reducers = [ddp.Reducer(model), ddp.Reducer(other)]  # the one made last is first
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "will_accumulate", None)
+        patch.setattr(unused, "will_accumulate", None)
         for _ in range(2):
             model.zero_grad()
             model(own(world)).backward()
