@@ -3,14 +3,14 @@
     reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
 
 A hook is called as `hook(state, bucket) -> Future[Tensor]`, as by torch's DDP, so hooks for DDP run
-here unchanged. `state` is what was registered with the hook, for the hooks in this file a process
+here unchanged. `state` is what was registered with the hook, for this library's hooks a process
 group (None means all ranks). `bucket` has the methods of torch's `dist.GradBucket`. The future's
 value is the averaged flat tensor, of any floating dtype, or a list of only that tensor.
 
 The division by the world size comes before the sum, as in torch's DDP: n summands of 1/n each
-cannot overflow a 16-bit float where the average would not. A Reducer divides for these hooks while
-it packs (`reduction`), which saves a pass over the bucket. If another hook or torch's DDP calls
-them, they divide themselves.
+cannot overflow a 16-bit float where the average would not. A Reducer divides while it packs for
+`average`, and for a hook with `hook.takes_divided = True`, which saves a pass over the bucket. If
+another hook or torch's DDP calls them, `bucket.op` is None or missing, and they divide themselves.
 
 A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
 may then be in flight. A second collective, as PowerSGD's, might come before the next bucket's on

@@ -17,9 +17,9 @@ from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook
+from ddp_from_scratch.core.buckets import Layout
 from ddp_from_scratch.core.extension import METHODS, Extension
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass
-from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.group import check_group
 
 IDLE = -1

@@ -46,7 +46,7 @@ class BucketHooks(Extension):
         if order is not None and not each:
             first = reducer.layout.index_of[order[0]]
             for bucket in reducer.flat_buckets:
-                noted = [index for index in bucket.members[:-1] if index != first]
+                noted = {*bucket.members[:-1]} - {first}
                 if noted and not bucket.packs_early:
                     for index in noted:
                         # C code alone, without a Python frame.
