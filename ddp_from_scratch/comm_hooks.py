@@ -1,11 +1,90 @@
-"""Comm hooks, by the name under which programs know them; see `core/comm_hooks.py`."""
+"""Comm hooks: `average` is the default, others compress. `core/comm_hooks.py` has the contract."""
 
-from ddp_from_scratch.core.comm_hooks import average
-from ddp_from_scratch.options import power_sgd
-from ddp_from_scratch.options.comm_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-    fp16_compress_hook,
-)
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["allreduce_hook", "average", "bf16_compress_hook", "fp16_compress_hook", "power_sgd"]
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.backend.operations import caller
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.core.comm_hooks import Group, all_reduce, average
+
+__all__ = ["allreduce_hook", "average", "bf16_compress_hook", "fp16_compress_hook"]
+
+
+class Later(Future):
+    """A future whose value is computed in the thread that waits, where it may communicate."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self._compute = compute
+        self._value: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        if self._value is None:
+            self._value = self._compute()
+        return self._value
+
+    value = wait
+
+    def then(self, callback: Callable[[Any], Any]) -> "Later":
+        return Later(lambda: callback(self))
+
+
+def allreduce_hook(process_group: Group, bucket: Bucket) -> Future:
+    """As `average`, but the future's value is a tensor, as hooks that wrap this one expect."""
+    return average(process_group, bucket).then(lambda future: future.value()[0])
+
+
+def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
+    """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
+
+    The division comes before the cast, in the bucket's own precision, so values are rounded once
+    and are as large as the average. Values below 6e-8 become 0. In shared memory nothing is rounded
+    but a machine's sum, which is sent to the other machines.
+
+    Follows: torch's `fp16_compress_hook`, which casts first and then divides.
+    """
+    return _compressed(torch.float16, process_group, bucket)
+
+
+def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
+    """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range."""
+    return _compressed(torch.bfloat16, process_group, bucket)
+
+
+def keep_local(state: Any, bucket: Bucket) -> Future:
+    """Sends nothing, so the bucket keeps this rank's gradients."""
+    future: Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Future:
+    buffer = bucket.buffer()
+    if getattr(bucket, "op", None) is None:  # torch's buckets have no such attribute
+        buffer.mul_(1.0 / dist.get_world_size(process_group))
+    if buffer.is_complex():
+        buffer = torch.view_as_real(buffer)
+    # 16-bit gradients would not get smaller.
+    if buffer.element_size() <= dtype.itemsize:
+        return all_reduce(bucket, bucket.buffer(), process_group)
+    group = process_group or dist.group.WORLD
+    if isinstance(group, SharedMemoryGroup):
+        # Within a machine nothing is sent, so nothing is rounded.
+        caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"
+        try:
+            return group.allreduce([buffer], crossing=dtype).get_future()
+        finally:
+            caller.suffix = ""
+    compressed = bucket.scratch(buffer.shape, dtype)
+    compressed.copy_(buffer)
+    return all_reduce(bucket, compressed, process_group)
+
+
+for _hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook, keep_local):
+    vars(_hook)["one_collective"] = True
+for _hook in (fp16_compress_hook, bf16_compress_hook):
+    vars(_hook)["takes_divided"] = True

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.comm_hooks import keep_local
 from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.extension import Extension
@@ -21,7 +22,6 @@ from ddp_from_scratch.options import several
 from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms
-from ddp_from_scratch.options.comm_hooks import keep_local
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.layers import CommunicatingLayers, layers_with_groups
 from ddp_from_scratch.options.sparse import SparseBucket

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ddp_from_scratch import gpu
+from ddp_from_scratch.comm_hooks import Later
 from ddp_from_scratch.core.bucket import Bucket, Future
 from ddp_from_scratch.group import all_gather_single, check_group, of_member
-from ddp_from_scratch.options.comm_hooks import Later
 from ddp_from_scratch.virtual_ranks.tree import (
     Block,
     PartialSums,
