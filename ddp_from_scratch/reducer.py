@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.comm_hooks import keep_local
 from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import CommHook
@@ -25,6 +23,7 @@ from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_n
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.layers import CommunicatingLayers, layers_with_groups
 from ddp_from_scratch.options.sparse import SparseBucket
+from ddp_from_scratch.options.stats import ReducerStats
 from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.options.unused import Unused
 from ddp_from_scratch.options.views import Views
@@ -136,7 +135,7 @@ class Reducer(CoreReducer):
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._auto = bucket_cap_mb == AUTO
         self.buffer_sync = BufferSync(module, process_group, ignore)
-        self._checks, self._bucket_hooks = Checks(snapshot, ignore), BucketHooks()
+        self._checks = Checks(snapshot, ignore)
         self._virtual_ranks: VirtualRanks | None = None
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.named, fuse_wgrad)
@@ -168,7 +167,7 @@ class Reducer(CoreReducer):
                 yield FusedWgrad()
             if layers_with_groups(module):
                 yield CommunicatingLayers()
-            yield self._bucket_hooks
+            yield BucketHooks()
             yield from extensions
 
         super().__init__(
@@ -186,7 +185,7 @@ class Reducer(CoreReducer):
             owner=several.next_name,
             extensions=options(),
         )
-        several.add(self, self.group() if meets else None)
+        several.add(self, self.sender.group() if meets else None)
 
     # True if all ranks construct this object together.
     meets = True
@@ -209,31 +208,9 @@ class Reducer(CoreReducer):
         tuning = self.extension(BucketTuning)
         return tuning.present.bucket_cap_mb if tuning is not None and tuning.settled else None
 
-    def stats(self) -> "ReducerStats":
+    def stats(self) -> ReducerStats:
         """Returns the current settings, buckets and their sizes."""
-        unused = self.extension(Unused)
-        # A user's comm hook sends through the group that it names, usually the Reducer's, and not
-        # through a group that was opened beside it.
-        sends = self.sends() if self.sends_through_group() else self.process_group
-        sends = sends or dist.group.WORLD
-        shared = isinstance(sends, SharedMemoryGroup) and sends.shares_memory
-        return ReducerStats(
-            bucket_bytes=tuple(
-                sum(p.nbytes for p in bucket.parameters()) for bucket in self.all_buckets
-            ),
-            bucket_cap_bytes=max(self.caps),
-            parameters=len(self.parameters),
-            parameter_bytes=sum(parameter.nbytes for parameter in self.parameters),
-            iteration=self.iteration,
-            rebuilt=self.ready_order is not None,
-            overlap=self.overlap,
-            gradient_as_bucket_view=self.extension(Views) is not None,
-            find_unused_parameters=unused is not None and unused.varies,
-            static_graph=unused is not None and unused.is_static,
-            comm_hook=getattr(self.comm_hook, "__qualname__", str(self.comm_hook)),
-            hook_per_bucket=self._bucket_hooks.on,
-            transport="shared memory" if shared else self._backend,
-        )
+        return ReducerStats.of(self, self._backend)
 
     def _progress(self) -> Progress:
         # Another thread calls this while the buckets may be rebuilt, so it reads them once.
@@ -252,7 +229,7 @@ class Reducer(CoreReducer):
         if (tuning := self.extension(BucketTuning)) is not None:
             tuning.check_hook(hook)
         self.check_free("a comm hook")
-        self.set_hook(hook, state)
+        self.sender.set_hook(hook, state)
 
     def keep_bucket_views(self) -> None:
         """Switches to `gradient_as_bucket_view=True`. Idempotent.
@@ -320,13 +297,13 @@ class Reducer(CoreReducer):
     def keeping_local(self) -> Iterator[None]:
         """Packs buckets but does not average them inside the context (`node_shared.py`)."""
         self.check_free("local gradients")
-        if self.comm_hook is not comm_hooks.average:
+        if self.sender.hook is not comm_hooks.average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        self.set_hook(keep_local, self.comm_state)
+        self.sender.set_hook(keep_local, self.sender.state)
         try:
             yield
         finally:
-            self.set_hook(comm_hooks.average, self.comm_state)
+            self.sender.set_hook(comm_hooks.average, self.sender.state)
 
     # Weights ------------------------------------------------------------------------------------
 
@@ -344,9 +321,9 @@ class Reducer(CoreReducer):
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
         weight = self.agree_weight(amount)
-        self.set_weight(weight.value)
+        self.sender.set_weight(weight.value)
         if sync_batch_norms(self.module) and not weight.all_equal():
-            self.set_weight(None)
+            self.sender.set_weight(None)
             raise RuntimeError(
                 "the weights of ranks differ, and the module has synchronised batch norm, which "
                 "mixes the gradients of all ranks before they are weighed: leave weight() out, and "
@@ -357,7 +334,9 @@ class Reducer(CoreReducer):
         """Starts to sum all ranks' amounts. Collective. Raises as `weight`."""
         self.check_free("weight() or join()")
         on_cpu = takes_cpu_tensors(self.process_group)
-        return GradientWeight(amount, self.group() if on_cpu else gloo_beside(self.process_group))
+        return GradientWeight(
+            amount, self.sender.group() if on_cpu else gloo_beside(self.process_group)
+        )
 
     def set_joining(self, joining: bool) -> None:
         """Leaves weights and buffers to `join()` while `joining` is True."""
@@ -365,7 +344,7 @@ class Reducer(CoreReducer):
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
         """Joins the other ranks' next average with weight 0; keeps `.grad`."""
-        self.set_weight(weight.value)
+        self.sender.set_weight(weight.value)
         self.mark_unused(range(len(self.parameters)))
         self.launch_full_buckets()
         self.await_hook()
@@ -424,39 +403,3 @@ class Reducer(CoreReducer):
         if self._virtual_ranks is None:
             raise RuntimeError("this Reducer has no virtual ranks: make it with virtual_ranks=V")
         return self._virtual_ranks
-
-
-@dataclass(frozen=True)
-class ReducerStats:
-    """Settings and buckets of a `Reducer`."""
-
-    bucket_bytes: tuple[int, ...]  # in launch order
-    bucket_cap_bytes: int  # the largest cap
-    parameters: int
-    parameter_bytes: int
-    iteration: int  # the number of averages so far
-    rebuilt: bool  # the buckets are in the order in which gradients became ready
-    overlap: bool
-    gradient_as_bucket_view: bool
-    find_unused_parameters: bool
-    static_graph: bool
-    comm_hook: str
-    hook_per_bucket: bool  # autograd calls only for each bucket's last gradient
-    transport: str  # "shared memory" if a machine's ranks reduce there, else the backend's name
-
-    def __str__(self) -> str:
-        sizes = self.bucket_bytes
-        shown = ", ".join(f"{size / 2**20:.3g}" for size in sizes[:8])
-        noun = "bucket" if len(sizes) == 1 else "buckets"
-        more = ", ..." if len(sizes) > 8 else ""
-        switches = {
-            "gradient_as_bucket_view": self.gradient_as_bucket_view,
-            "find_unused_parameters": self.find_unused_parameters,
-            "static_graph": self.static_graph,
-            "a hook per bucket": self.hook_per_bucket,
-        }
-        on = "".join(f", {name}" for name, is_on in switches.items() if is_on)
-        return (
-            f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
-            f"overlap={self.overlap}, comm_hook={self.comm_hook}{on}, by {self.transport}"
-        )

@@ -1,8 +1,8 @@
-"""The interface of extensions, through which every option hooks into a Reducer."""
+"""Extensions, through which every option hooks into a Reducer."""
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -92,3 +92,52 @@ class Extension:
 
 # The methods that a Reducer calls if an extension overrides them.
 METHODS = [name for name in vars(Extension) if not name.startswith("__") and name != "attach"]
+
+Kind = TypeVar("Kind", bound=Extension)
+
+
+class Extensible:
+    """Calls extensions, in the order in which they were added.
+
+    Attributes:
+        calls: by phase, the methods that extensions override.
+    """
+
+    def __init__(self) -> None:
+        self.extensions: list[Extension] = []
+        self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
+
+    def add_extension(self, extension: Extension, first: bool = False) -> None:
+        """Starts to call this extension."""
+        extension.attach(self)
+        self.extensions.insert(0 if first else len(self.extensions), extension)
+        self._collect_calls()
+
+    def remove_extension(self, extension: Extension) -> None:
+        """Stops calling this extension."""
+        self.extensions.remove(extension)
+        self._collect_calls()
+
+    def _collect_calls(self) -> None:
+        # New lists, since extensions are added and removed in the middle of a phase.
+        self.calls = {
+            name: [
+                getattr(extension, name)
+                for extension in self.extensions
+                if getattr(type(extension), name) is not getattr(Extension, name)
+            ]
+            for name in METHODS
+        }
+        self.layout_changed()
+
+    def layout_changed(self) -> None:
+        """Tells the extensions that buckets, extensions or `ready_order` have changed."""
+        for call in self.calls["on_layout"]:
+            call()
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """Returns the extension of this type, or None."""
+        for extension in self.extensions:
+            if isinstance(extension, kind):
+                return extension
+        return None

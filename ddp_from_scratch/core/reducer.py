@@ -8,26 +8,22 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from ddp_from_scratch.core import comm_hooks
-from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook
+from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.buckets import Layout
-from ddp_from_scratch.core.extension import METHODS, Extension
+from ddp_from_scratch.core.extension import Extensible, Extension
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass
-from ddp_from_scratch.group import check_group
+from ddp_from_scratch.core.sender import Sender
 
 IDLE = -1
 
-Kind = TypeVar("Kind", bound=Extension)
 
-
-class CoreReducer:
+class CoreReducer(Extensible):
     """All-reduces the gradients of a module in buckets, without wrapping the module.
 
     The phases of one backward pass:
@@ -57,11 +53,10 @@ class CoreReducer:
 
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
-        caps, overlap, comm_hook, comm_state: settings of the next average.
+        caps, overlap, sender: settings of the next average.
         all_buckets, flat_buckets: in launch order; the second leaves out the buckets of `apart`.
         ready_order: the names of the parameters in the order of the final layout; None before it.
         keeps_layout: True if the first layout is never replaced.
-        concurrent: True if several buckets may be in flight under this comm hook.
         pass_number: autograd's number of the current backward pass; IDLE without one.
         broken_off: True if an exception has ended that pass, so autograd never runs its callback.
         lock: held while the buckets change.
@@ -87,6 +82,7 @@ class CoreReducer:
     ) -> None:
         if ready_order is not None and sorted(ready_order) != sorted(parameters):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
+        super().__init__()
         self.module, self.process_group, self.overlap = module, process_group, overlap
         self.rank = dist.get_rank(process_group)
         self.sync, self.iteration = True, 0
@@ -101,23 +97,9 @@ class CoreReducer:
         # other ranks wait for this one until then.
         self._error: RuntimeError | None = None
 
-        self._transport = transport
-        # A weak reference to what `group()` returned last, since a strong one keeps its threads.
-        self.sends: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self.comm_hook: CommHook = comm_hooks.average
-        self.comm_state: Any = process_group
-        self.concurrent = True
-        # Returns this rank's weight in the next average alone; waits for the weights of all ranks.
-        self._weight: Callable[[], float] | None = None
-        # The group that `_prepare` ran for; None before. Weak, since a strong reference would keep
-        # the group's threads alive.
-        self._prepared_for: weakref.ref[dist.ProcessGroup] | None = None
-        self._hook, self._state, self._aside = self.comm_hook, self.comm_state, False
-        self._scale, self._mean = 1.0, 1.0
-        self._op: dist.ReduceOp.RedOpType | None = None
-
+        self.sender = Sender(process_group, transport)
         self.caps = bucket_caps
-        memory_of = self.group() if meets else None
+        memory_of = self.sender.group() if meets else None
         self.layout = Layout(parameters, apart or {}, memory_of, owner(memory_of))
         self.names, self.parameters = self.layout.names, self.layout.parameters
         self.device = self.parameters[0].device
@@ -127,9 +109,6 @@ class CoreReducer:
         self.flat_buckets: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, Bucket] = {}
         self.needs_each = False
-        self.extensions: list[Extension] = []
-        # By phase, the methods that extensions override.
-        self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
         self.hooks: Hooks | None = None
         self._order: Sequence[str] = self.present_order()
         self.make_buckets()
@@ -140,43 +119,7 @@ class CoreReducer:
         before, after = ModuleHook(self, "on_forward"), ModuleHook(self, "on_forwarded")
         self.hooks.handles.append(module.register_forward_pre_hook(before))
         self.hooks.handles.append(module.register_forward_hook(after))
-        self._layout_changed()
-
-    # Extensions ---------------------------------------------------------------------------------
-
-    def add_extension(self, extension: Extension, first: bool = False) -> None:
-        """Starts to call this extension."""
-        extension.attach(self)
-        self.extensions.insert(0 if first else len(self.extensions), extension)
-        self._collect_calls()
-
-    def remove_extension(self, extension: Extension) -> None:
-        """Stops calling this extension."""
-        self.extensions.remove(extension)
-        self._collect_calls()
-
-    def _collect_calls(self) -> None:
-        # New lists, since extensions are added and removed in the middle of a phase.
-        self.calls = {
-            name: [
-                getattr(extension, name)
-                for extension in self.extensions
-                if getattr(type(extension), name) is not getattr(Extension, name)
-            ]
-            for name in METHODS
-        }
-        self._layout_changed()
-
-    def _layout_changed(self) -> None:
-        for call in self.calls["on_layout"]:
-            call()
-
-    def extension(self, kind: type[Kind]) -> Kind | None:
-        """Returns the extension of this type, or None."""
-        for extension in self.extensions:
-            if isinstance(extension, kind):
-                return extension
-        return None
+        self.layout_changed()
 
     # Layout -------------------------------------------------------------------------------------
 
@@ -207,7 +150,7 @@ class CoreReducer:
             bucket.load(saved)
         self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
         self.bucket_of = {index: bucket for bucket in self.all_buckets for index in bucket.members}
-        self._layout_changed()
+        self.layout_changed()
 
     def _agree_on_order(self) -> None:
         """Lays the buckets out in the order of rank 0's gradients, on all ranks. Collective."""
@@ -216,7 +159,7 @@ class CoreReducer:
         dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [*map(self.names.__getitem__, order.tolist())]
         if not self.lay_out(self.ready_order):
-            self._layout_changed()
+            self.layout_changed()
 
     # Ready --------------------------------------------------------------------------------------
 
@@ -274,7 +217,7 @@ class CoreReducer:
             return
         if bucket.packs_early:
             self._prepare()
-            bucket.pack_one(index, self._scale)
+            bucket.pack_one(index, self.sender.scale)
         bucket.missing.discard(index)
         bucket.unused.discard(index)
         if not bucket.missing:
@@ -320,7 +263,7 @@ class CoreReducer:
             bucket = self.all_buckets[self.next_bucket]
             if bucket.missing:
                 return
-            if not self.concurrent:
+            if not self.sender.concurrent:
                 self.await_hook()
             skipped = False
             for skips in self.calls["skips"]:
@@ -332,17 +275,17 @@ class CoreReducer:
     @torch.no_grad()
     def _pack_and_launch(self, bucket: Bucket) -> None:
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
-        own = self.process_group or dist.group.WORLD
+        own, sender = self.process_group or dist.group.WORLD, self.sender
         for call in self.calls["on_launch"]:
             call(bucket)
         # The comm hook may raise. Extensions must end what they began in `on_launch` all the same.
         try:
             with span(f"{bucket.label}: pack"):
-                if self._prepared_for is None or self._prepared_for() is not own:
+                if own is None or sender.prepared_for() is not own:
                     self._prepare()
-                bucket.op = self._op
+                bucket.op = sender.op
                 try:
-                    bucket.pack(self._mean if bucket.is_sparse else self._scale)
+                    bucket.pack(sender.mean if bucket.is_sparse else sender.scale)
                 except RuntimeError:
                     # A flat buffer takes no sparse gradient. Checked here and not before, so that a
                     # pass without mistakes does not pay for it.
@@ -350,77 +293,29 @@ class CoreReducer:
                         for check in self.calls["check_gradient"]:
                             check(index, parameter.grad, bucket)
                     raise
-                if self._mean == 0:
+                if sender.mean == 0:
                     bucket.contribute_zeros()
             for call in self.calls["on_packed"]:
                 call(bucket)
             with span(f"{bucket.label}: launch"):
-                bucket.launch(self._hook, self._state, self._aside)
+                bucket.launch(sender.hook_now, sender.state_now, sender.aside)
         finally:
             for call in self.calls["on_launched"]:
                 call(bucket)
 
     def _prepare(self) -> None:
-        """Chooses the hook, the state and the factors of the next launches. Idempotent.
-
-        They stay until the hook, the weight or the (default) group changes. Waits for all weights.
-        """
-        own: Any = self.process_group or dist.group.WORLD
-        if own is not None and self._prepared_for is not None and self._prepared_for() is own:
+        own = self.process_group or dist.group.WORLD
+        if own is not None and self.sender.prepared_for() is own:
             return
         for call in self.calls["on_agree"]:
             call()
-        weight = 1.0 if self._weight is None else self._weight()
-        sends = self.group()
-        hook: Any = self.comm_hook
-        state = self.comm_state
-        # The state of this library's hooks is the Reducer's group, or names it. They send through
-        # `sends` instead, unless both are one: a reference to gloo's group keeps its threads alive.
-        if sends is not own and self.sends_through_group():
-            if hasattr(state, "process_group"):
-                hook = partial(hook, group=sends)
-            else:
-                state = sends
-        self._hook, self._state = hook, state
-        self._aside = not comm_hooks.is_ours(self.comm_hook)
-        self._mean = weight / dist.get_world_size(self.process_group)
-        # With weight 0 the bucket sends zeros, whatever it holds.
-        self._scale = weight or 1.0
-        self._op = comm_hooks.reduction(hook, state)
-        if self._op == dist.ReduceOp.SUM:
-            self._scale *= 1.0 / dist.get_world_size(state)
-        self._prepared_for = weakref.ref(own)
+        self.sender.prepare()
         for call in self.calls["on_agreed"]:
             call()
 
-    def group(self) -> dist.ProcessGroup:
-        """Returns the group that sends buckets. Collective if `transport` is."""
-        sends = check_group(self.process_group)
-        if self._transport is not None:
-            sends = self._transport(sends)
-        self.sends = weakref.ref(sends)
-        return sends
-
-    def sends_through_group(self) -> bool:
-        """True if the comm hook sends through `group()`, and not through a group of its own."""
-        named = getattr(self.comm_state, "process_group", self.comm_state)
-        ours = self.process_group or dist.group.WORLD
-        return comm_hooks.is_ours(self.comm_hook) and (named or dist.group.WORLD) is ours
-
-    def set_weight(self, weight: Callable[[], float] | None) -> None:
-        """Sets the factor of this rank's gradients in the next average; None means 1."""
-        self._weight, self._prepared_for = weight, None
-
-    def set_hook(self, hook: CommHook, state: Any) -> None:
-        """Averages each bucket with `hook(state, bucket)` from now on."""
-        if not callable(hook):
-            raise TypeError(f"a communication hook must be callable, got {hook!r}")
-        self.comm_hook, self.comm_state, self._prepared_for = hook, state, None
-        self.concurrent = comm_hooks.has_one_collective(hook)
-
     def await_hook(self) -> None:
         """Waits for the last bucket, if the comm hook allows only one in flight."""
-        if self.next_bucket and not self.concurrent:
+        if self.next_bucket and not self.sender.concurrent:
             self._wait(self.all_buckets[self.next_bucket - 1])
 
     # Wait, unpack -------------------------------------------------------------------------------
@@ -445,14 +340,14 @@ class CoreReducer:
             call()
         if self.next_bucket < len(self.all_buckets):
             self.launch_full_buckets()
-        if not self.concurrent:
+        if not self.sender.concurrent:
             self.await_hook()
         if self.next_bucket < len(self.all_buckets):
             # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss in
             # parts, reentrant checkpoints); otherwise the next forward pass raises.
             self.restore_grads()
             self.needs_each = True
-            self._layout_changed()
+            self.layout_changed()
             return False
         return True
 
@@ -488,8 +383,8 @@ class CoreReducer:
             for call in self.calls["on_finished"]:
                 call(self.iteration, bucket, takes_part)
         self.next_bucket = 0
-        if self._weight is not None:
-            self.set_weight(None)
+        if self.sender.weight is not None:
+            self.sender.set_weight(None)
         self.iteration += 1
         # Every rank comes here. A forward pass may be one rank's own, as in an evaluation.
         if self.ready_order is None and not self.keeps_layout:
@@ -530,7 +425,7 @@ class CoreReducer:
         self.pass_number, self.broken_off = IDLE, False
         for bucket in self.all_buckets:
             bucket.reset()
-        self.set_weight(None)
+        self.sender.set_weight(None)
         self.next_bucket, self._error = 0, None
         for call in self.calls["on_abort"]:
             call()

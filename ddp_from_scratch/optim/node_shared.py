@@ -62,7 +62,7 @@ class NodeSharedOptimizer(FlatOptimizer):
         super().__init__(params, *args, reducer=reducer, **settings)
         name = type(self).__name__
         reducer.check_free(name)
-        group = reducer.group()
+        group = reducer.sender.group()
         if not isinstance(group, SharedMemoryGroup):
             raise ValueError(
                 f"{name} needs ranks that share memory: a process group of the mpi backend, or of "

@@ -33,7 +33,7 @@ def has_fixed_order(reducer: CoreReducer) -> bool:
     The points differ if the comm hook starts several collectives, or if a bucket is full earlier on
     a rank with unused parameters.
     """
-    return reducer.concurrent and not reducer.may_be_unused
+    return reducer.sender.concurrent and not reducer.may_be_unused
 
 
 def layers_with_groups(module: torch.nn.Module) -> list[torch.nn.Module]:

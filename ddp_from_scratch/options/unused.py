@@ -113,7 +113,7 @@ class Unused(Extension):
             # `is_complete` does not count gradients under no_sync(), but `used` holds them.
             self._unforeseen = used - self._used_by_any
             return self._used_by_any
-        group = reducer.group()
+        group = reducer.sender.group()
         # Pinned memory, so that the copy is asynchronous and the host does not wait for the GPU.
         mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=gpu.is_gpu(reducer.device))
         mine[list(used)] = 1

@@ -76,7 +76,7 @@ class JoinableReducer(Joinable, JoinHook):
         weight = self.reducer.agree_weight(1.0 if sync else 0.0)
         self._averaged = sync
         if sync:
-            self.reducer.set_weight(None if self.by_initial_world_size else weight.value)
+            self.reducer.sender.set_weight(None if self.by_initial_world_size else weight.value)
 
     def main_hook(self) -> None:
         """Takes part in a step of the other ranks without data."""

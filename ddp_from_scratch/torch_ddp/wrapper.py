@@ -323,7 +323,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             "join_uneven_inputs": self.joined_before(),
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
         }
-        if self.reducer.comm_hook is not average:
+        if self.reducer.sender.hook is not average:
             # torch's name of a built-in hook differs from the name of its function here.
             data["comm_hook"] = self._builtin_hook or stats.comm_hook
         return data

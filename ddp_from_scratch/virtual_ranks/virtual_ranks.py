@@ -57,7 +57,7 @@ class VirtualRanks(Extension):
         reducer.needs_each = True  # several backward passes may run at a time
         self._process_group = reducer.process_group
         self._check()
-        reducer.set_hook(self.reduction.average, reducer.process_group)
+        reducer.sender.set_hook(self.reduction.average, reducer.process_group)
 
     def _check(self) -> None:
         self.range()

@@ -1,0 +1,75 @@
+"""What `Reducer.stats()` returns and `print(reducer)` shows."""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.options.bucket_hooks import BucketHooks
+from ddp_from_scratch.options.unused import Unused
+from ddp_from_scratch.options.views import Views
+
+
+@dataclass(frozen=True)
+class ReducerStats:
+    """Settings and buckets of a `Reducer`."""
+
+    bucket_bytes: tuple[int, ...]  # in launch order
+    bucket_cap_bytes: int  # the largest cap
+    parameters: int
+    parameter_bytes: int
+    iteration: int  # the number of averages so far
+    rebuilt: bool  # the buckets are in the order in which gradients became ready
+    overlap: bool
+    gradient_as_bucket_view: bool
+    find_unused_parameters: bool
+    static_graph: bool
+    comm_hook: str
+    hook_per_bucket: bool  # autograd calls only for each bucket's last gradient
+    transport: str  # "shared memory" if a machine's ranks reduce there, else the backend's name
+
+    @staticmethod
+    def of(reducer: CoreReducer, backend: str) -> "ReducerStats":
+        """Returns the current settings, buckets and their sizes."""
+        unused, hooks = reducer.extension(Unused), reducer.extension(BucketHooks)
+        sender = reducer.sender
+        # A user's comm hook sends through the group that it names, usually the Reducer's, and not
+        # through a group that was opened beside it.
+        sends = sender.sends() if sender.through_group() else reducer.process_group
+        sends = sends or dist.group.WORLD
+        shared = isinstance(sends, SharedMemoryGroup) and sends.shares_memory
+        return ReducerStats(
+            bucket_bytes=tuple(
+                sum(p.nbytes for p in bucket.parameters()) for bucket in reducer.all_buckets
+            ),
+            bucket_cap_bytes=max(reducer.caps),
+            parameters=len(reducer.parameters),
+            parameter_bytes=sum(parameter.nbytes for parameter in reducer.parameters),
+            iteration=reducer.iteration,
+            rebuilt=reducer.ready_order is not None,
+            overlap=reducer.overlap,
+            gradient_as_bucket_view=reducer.extension(Views) is not None,
+            find_unused_parameters=unused is not None and unused.varies,
+            static_graph=unused is not None and unused.is_static,
+            comm_hook=getattr(sender.hook, "__qualname__", str(sender.hook)),
+            hook_per_bucket=hooks is not None and hooks.on,
+            transport="shared memory" if shared else backend,
+        )
+
+    def __str__(self) -> str:
+        sizes = self.bucket_bytes
+        shown = ", ".join(f"{size / 2**20:.3g}" for size in sizes[:8])
+        noun = "bucket" if len(sizes) == 1 else "buckets"
+        more = ", ..." if len(sizes) > 8 else ""
+        switches = {
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "a hook per bucket": self.hook_per_bucket,
+        }
+        on = "".join(f", {name}" for name, is_on in switches.items() if is_on)
+        return (
+            f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
+            f"overlap={self.overlap}, comm_hook={self.comm_hook}{on}, by {self.transport}"
+        )
