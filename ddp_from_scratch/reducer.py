@@ -10,9 +10,11 @@ import torch.distributed as dist
 from ddp_from_scratch.comm_hooks import keep_local
 from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.buckets import Layout
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.layout import AUTO, Caps, bucket_caps
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
+from ddp_from_scratch.core.sender import Sender
 from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.memory import sparse_parameters
 from ddp_from_scratch.node import shared_memory_beside
@@ -139,9 +141,6 @@ class Reducer(CoreReducer):
         self._virtual_ranks: VirtualRanks | None = None
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.named, fuse_wgrad)
-        sparse = sparse_parameters(module)
-        # Shared memory is freed with its group, and virtual ranks may continue in another one.
-        meets = self.meets and virtual_ranks is None
 
         def options() -> Iterator[Extension]:
             # In call order: layout first, comparisons last. An option that is off costs nothing.
@@ -170,22 +169,24 @@ class Reducer(CoreReducer):
             yield BucketHooks()
             yield from extensions
 
+        if virtual_ranks is not None and ready_order is None:
+            # The first layout is final, even if an average fails on some ranks.
+            ready_order = list(parameters)[::-1]
+        sender = Sender(process_group, shared_memory_beside if shared_memory and on_cpu else None)
+        # Shared memory is freed with its group, and virtual ranks may continue in another one.
+        memory_of = sender.group() if self.meets and virtual_ranks is None else None
+        sparse = sparse_parameters(module)
+        apart = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}
         super().__init__(
             module,
-            parameters,
-            process_group,
+            sender,
+            Layout(parameters, apart, memory_of, several.next_name(memory_of)),
             bucket_caps=caps,
             overlap=overlap,
-            # With virtual ranks the first layout is final, even if an average fails on some ranks.
-            ready_order=ready_order
-            or (list(parameters)[::-1] if virtual_ranks is not None else None),
-            apart={name: SparseBucket for name, p in parameters.items() if id(p) in sparse},
-            transport=shared_memory_beside if shared_memory and on_cpu else None,
-            meets=meets,
-            owner=several.next_name,
+            ready_order=ready_order,
             extensions=options(),
         )
-        several.add(self, self.sender.group() if meets else None)
+        several.add(self, memory_of)
 
     # True if all ranks construct this object together.
     meets = True

@@ -6,7 +6,7 @@ The file follows one gradient from top to bottom: `_ready`, `launch_full_buckets
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -41,20 +41,16 @@ class CoreReducer(Extensible):
     ready.
 
     Args:
-        module, process_group, overlap: see `Reducer`.
-        parameters: the parameters to average, by name.
+        module: its forward passes call extensions.
+        layout: the parameters to average, and their memory.
         bucket_caps: see `layout.assign`.
-        ready_order: names in the order of the final layout, if it is known.
-        apart: by name, a function that makes a separate bucket for the parameter.
-        transport: maps a process group to the group that sends its buckets, if another. Collective.
-        meets: False if a single rank may make this object; its buckets then get ordinary memory.
-        owner: the Reducer's name in errors about buckets.
+        overlap, ready_order: see `Reducer`.
         extensions: added in this order.
 
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
         caps, overlap, sender: settings of the next average.
-        all_buckets, flat_buckets: in launch order; the second leaves out the buckets of `apart`.
+        all_buckets, flat_buckets: in launch order; the second leaves out those that lie apart.
         ready_order: the names of the parameters in the order of the final layout; None before it.
         keeps_layout: True if the first layout is never replaced.
         pass_number: autograd's number of the current backward pass; IDLE without one.
@@ -68,23 +64,22 @@ class CoreReducer(Extensible):
     def __init__(
         self,
         module: torch.nn.Module,
-        parameters: Mapping[str, torch.nn.Parameter],
-        process_group: dist.ProcessGroup | None = None,
+        sender: Sender,
+        layout: Layout,
         *,
         bucket_caps: Sequence[int],
         overlap: bool = True,
         ready_order: Sequence[str] | None = None,
-        apart: Mapping[str, Callable[..., Bucket]] | None = None,
-        transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None = None,
-        meets: bool = True,
-        owner: Callable[[dist.ProcessGroup | None], str] = lambda group: "a Reducer",
         extensions: Iterable[Extension] = (),
     ) -> None:
-        if ready_order is not None and sorted(ready_order) != sorted(parameters):
+        if ready_order is not None and sorted(ready_order) != sorted(layout.names):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
         super().__init__()
-        self.module, self.process_group, self.overlap = module, process_group, overlap
-        self.rank = dist.get_rank(process_group)
+        self.module, self.sender, self.layout, self.overlap = module, sender, layout, overlap
+        self.process_group = sender.process_group
+        self.rank = dist.get_rank(self.process_group)
+        self.names, self.parameters = layout.names, layout.parameters
+        self.device, self.caps = self.parameters[0].device, bucket_caps
         self.sync, self.iteration = True, 0
         self.ready_order = None if ready_order is None else list(ready_order)
         self.keeps_layout = self.may_be_unused = False
@@ -97,12 +92,6 @@ class CoreReducer(Extensible):
         # other ranks wait for this one until then.
         self._error: RuntimeError | None = None
 
-        self.sender = Sender(process_group, transport)
-        self.caps = bucket_caps
-        memory_of = self.sender.group() if meets else None
-        self.layout = Layout(parameters, apart or {}, memory_of, owner(memory_of))
-        self.names, self.parameters = self.layout.names, self.layout.parameters
-        self.device = self.parameters[0].device
         self._bucket_type: type[Bucket] = Bucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()

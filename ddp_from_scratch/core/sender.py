@@ -39,7 +39,7 @@ class Sender:
         process_group: dist.ProcessGroup | None,
         transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None,
     ) -> None:
-        self._process_group, self._transport = process_group, transport
+        self.process_group, self._transport = process_group, transport
         self.hook: CommHook = comm_hooks.average
         self.state: Any = process_group
         self.concurrent = True
@@ -63,7 +63,7 @@ class Sender:
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective if `transport` is."""
-        sends = check_group(self._process_group)
+        sends = check_group(self.process_group)
         if self._transport is not None:
             sends = self._transport(sends)
         self.sends = weakref.ref(sends)
@@ -72,7 +72,7 @@ class Sender:
     def through_group(self) -> bool:
         """True if the comm hook sends through `group()`, and not through a group of its own."""
         named = getattr(self.state, "process_group", self.state)
-        ours = self._process_group or dist.group.WORLD
+        ours = self.process_group or dist.group.WORLD
         return comm_hooks.is_ours(self.hook) and (named or dist.group.WORLD) is ours
 
     def prepare(self) -> None:
@@ -80,7 +80,7 @@ class Sender:
 
         They stay until the hook, the weight or the (default) group changes. Waits for all weights.
         """
-        own: Any = self._process_group or dist.group.WORLD
+        own: Any = self.process_group or dist.group.WORLD
         weight = 1.0 if self.weight is None else self.weight()
         sends = self.group()
         hook: Any = self.hook
@@ -94,7 +94,7 @@ class Sender:
                 state = sends
         self.hook_now, self.state_now = hook, state
         self.aside = not comm_hooks.is_ours(self.hook)
-        self.mean = weight / dist.get_world_size(self._process_group)
+        self.mean = weight / dist.get_world_size(self.process_group)
         # With weight 0 the bucket sends zeros, whatever it holds.
         self.scale = weight or 1.0
         self.op = comm_hooks.reduction(hook, state)
