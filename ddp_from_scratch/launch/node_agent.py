@@ -14,8 +14,6 @@ from ddp_from_scratch.launch.nodes import EXCHANGE_S, LOST_S, no_answer
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_SAY_AFTER_S = 1.0
-
 
 def arrive(
     store: "dist.Store", node: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
@@ -25,11 +23,7 @@ def arrive(
     try:
         ticket: int = store.add("tickets", 1)
         store.set(f"arrival {ticket}", json.dumps(arrival))
-        began, has_said = time.monotonic(), False
         while not store.check([f"answer {ticket}"]):
-            if time.monotonic() - began > _SAY_AFTER_S and not has_said:
-                say("waiting until machine 0 lets this machine in")
-                has_said = True
             time.sleep(EXCHANGE_S)
         text = store.get(f"answer {ticket}").decode()
     except RuntimeError:  # the store is gone

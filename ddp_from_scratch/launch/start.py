@@ -1,20 +1,16 @@
 """Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
 import ctypes
-import fcntl
-import inspect
 import os
 import pickle
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -102,7 +98,8 @@ def start_ranks(
     nodes: Nodes | None = None
     link: Link | None = None
     with ExitStack() as stack:
-        folder = stack.enter_context(_run_folder())
+        # Only this user can read it.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
         if callable(command):
             command = _command_of(command, folder)
         common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
@@ -146,9 +143,6 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     environment.require_loopback()
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
-    for stream in (1, 2):
-        if os.isatty(stream):
-            defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
     return _MpirunAgent(full, lambda _: defaults | os.environ, range(1)).run()
 
@@ -185,11 +179,6 @@ def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
     while isinstance(inner, partial):
         inner = inner.func
     name = getattr(inner, "__name__", type(inner).__name__)
-    if inspect.isgeneratorfunction(inner) or inspect.iscoroutinefunction(inner):
-        raise UsageError(
-            f"start_ranks({name}): a call of a generator or coroutine function does not run it; "
-            f"call it in a function that uses what it yields, or asyncio.run"
-        )
     try:
         from cloudpickle import dumps
     except ImportError:
@@ -216,38 +205,8 @@ def call(written: bytes) -> None:
     try:
         pickle.loads(written)()
     except UsageError as error:
-        told = error
-
-        def fail() -> NoReturn:
-            raise told
-
-        run_to_exit(fail)
+        run_to_exit(partial(_raise, error))
 
 
-# A private folder for the files of a run ----------------------------------------------------------
-
-_PREFIX = "ddp-run-"
-_NEW_S = 60.0  # a younger folder may not be locked yet
-
-
-@contextmanager
-def _run_folder() -> Iterator[Path]:
-    """Makes a folder that is removed at the end, and removes those of killed runs."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, or in use
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found = os.fstat(lock)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
-                    shutil.rmtree(left)
-            finally:
-                os.close(lock)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
-        lock = os.open(name, os.O_RDONLY)
-        try:
-            # The kernel drops the lock when this process ends.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(name)
-        finally:
-            os.close(lock)
+def _raise(error: Exception) -> NoReturn:
+    raise error

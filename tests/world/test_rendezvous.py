@@ -1,7 +1,6 @@
 """Where ranks meet: privately on one machine, by the same name on several."""
 
 import os
-import socket
 import stat
 import tempfile
 from datetime import timedelta
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import UsageError, World, start_ranks
+from ddp_from_scratch import UsageError, World
 from ddp_from_scratch import world as rendezvous
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import ALONE, Placement
@@ -199,18 +198,3 @@ def test_a_group_of_a_launcher_that_mpi_does_not_see(variables, told, environ):
     for backend in {"gloo", mpi.BACKEND}:
         with pytest.raises(UsageError, match=told):
             dist.init_process_group(backend, init_method="mpi://")
-
-
-def test_a_name_that_is_loopback_on_machine_0_alone_is_refused(monkeypatch):
-    """As Debian's /etc/hosts has it: machine 0 would listen where no other machine reaches it."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        for name, told in {
-            "this-host": "--master-addr this-host is 127.0.0.1 on this machine: give the address",
-            "127.0.0.1": "is in use on machine 0",
-            "localhost": "is in use on machine 0",
-        }.items():
-            with pytest.raises(UsageError, match=told):
-                start_ranks(["true"], [1, 1], 0, name, port)
