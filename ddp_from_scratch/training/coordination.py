@@ -3,14 +3,14 @@
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,6 @@ from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world import World
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -54,15 +52,11 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     raise PeerError(f"rank {rank}: {texts[rank]}")
 
 
-def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Calls `read` on rank 0 and gives every rank the result or the UsageError. Collective."""
-    found: list[Any] = [None]
-    with together(group):
-        if dist.get_rank(group) == 0:
-            found = [read()]
+def of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Returns rank 0's value on every rank. Collective."""
+    found = [value]
     dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
-    value: T = found[0]
-    return value
+    return found[0]
 
 
 # The same start on all ranks ----------------------------------------------------------------------
@@ -102,25 +96,15 @@ def require_alike(
 
 
 def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """Raises on every rank if the values differ, and names those that do. Collective."""
+    """Raises on every rank if values differ from rank 0's, and names the first. Collective."""
     everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(asked), group=group)
-    text = differences(everyone)
-    if text is not None:
-        raise UsageError(text) if dist.get_rank(group) == 0 else PeerError(text)
-
-
-def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
-    """Describes on one line the values that differ from rank 0's; None if there are none."""
-    found = []
-    for name, value in asked[0].items():
-        rank = next((r for r, theirs in enumerate(asked) if theirs.get(name) != value), None)
-        if rank is not None:
-            found.append(f"{name} is {value} on rank 0 and {asked[rank].get(name)} on rank {rank}")
-    if not found:
-        return None
-    they = "they" if len(found) > 1 else "it"
-    return f"{'; '.join(found)}: {they} must be the same on all ranks"
+    for name, value in everyone[0].items():
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(name) != value:
+                text = f"{name} is {value} on rank 0 and {theirs.get(name)} on rank {rank}"
+                error = PeerError if dist.get_rank(group) else UsageError
+                raise error(f"{text}: it must be the same on all ranks")
 
 
 @cache

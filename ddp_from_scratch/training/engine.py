@@ -20,7 +20,7 @@ from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import (
     LossWatch,
-    on_rank_zero,
+    of_rank_0,
     open_dataset,
     prepare_process,
     require_alike,
@@ -112,18 +112,15 @@ class Engine:
                 self._lose(error)
 
     def _find_checkpoint(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
-        settings, compressed = self.settings, None
-
-        def read() -> checkpoint.State | None:
-            nonlocal compressed
-            spec, model, report = self.data.model_spec, self.model, self.report
-            state = checkpoint.find_checkpoint(settings, spec, model, report)
-            # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
-            if state is not None:
-                compressed = state.pop("compression", None)
-            return state
-
-        state = on_rank_zero(read, self.group)
+        settings, state, compressed = self.settings, None, None
+        with together(self.group):
+            if self.world.rank == 0:
+                spec, model, report = self.data.model_spec, self.model, self.report
+                state = checkpoint.find_checkpoint(settings, spec, model, report)
+                # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
+                if state is not None:
+                    compressed = state.pop("compression", None)
+        state = of_rank_0(state, self.group)
         if state is not None:
             changes = settings.changes_since(state["settings"])
             now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}
@@ -140,14 +137,7 @@ class Engine:
         if folder is not None and self.writes:
             # A rank that takes over continues with the lost rank's checkpoints.
             resume = "auto" if self.membership.took_over else self.settings.resume
-            lock = checkpoint.prepare_folder(folder, resume=resume)
-            if lock is not None:
-                self.lock.enter_context(lock)
-            else:
-                self.report.warning(
-                    f"--checkpoint-dir {folder} is on a file system without locks: a second run "
-                    f"there would not be noticed"
-                )
+            self.lock.enter_context(checkpoint.prepare_folder(folder, resume=resume))
         self.metrics = MetricsWriter(self.settings.log_dir if self.writes else None)
 
     def _make_engine(self, state: checkpoint.State | None) -> None:

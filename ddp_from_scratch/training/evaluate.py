@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.contents import check_fit
 from ddp_from_scratch.training.coordination import (
-    on_rank_zero,
+    of_rank_0,
     open_dataset,
     prepare_process,
     together,
@@ -56,25 +56,20 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     Only rank 0 reads the file. A file that is not a checkpoint, or does not fit its own model, is a
     UsageError on every rank.
     """
-
-    def read() -> checkpoint.State:
-        state = checkpoint.load(path)
-        wrong = f"{path} does not fit its own model {state['model_spec']['name']}"
-        try:
-            # Allocate nothing: a size in the file could ask for any amount.
-            with torch.device("meta"):
-                shell = make_model(**state["model_spec"])
-            check_fit(state, shell)
-        except UsageError as error:  # also a ValueError, with a reason of its own
-            raise UsageError(f"{wrong}: {error}") from error
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # an absurd size
-            raise UsageError(
-                f"{wrong}, it was written by another version of torchvision or of this program: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-        return state
-
-    state = on_rank_zero(read, group)
+    state = None
+    with together(group):
+        if world.rank == 0:
+            state = checkpoint.load(path)
+            try:
+                # Allocate nothing: a size in the file could ask for any amount.
+                with torch.device("meta"):
+                    check_fit(state, make_model(**state["model_spec"]))
+            except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+                name = state["model_spec"]["name"]
+                raise UsageError(
+                    f"{path} does not fit its own model {name}: {one_line(error)}"
+                ) from error
+    state = of_rank_0(state, group)
     with together(group):
         model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])

@@ -1,6 +1,5 @@
 """Builds classifiers for images of any size: a small CNN, an MLP, or a torchvision model."""
 
-import difflib
 from collections import OrderedDict
 from typing import Any
 
@@ -36,11 +35,8 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
     with needs_extra("train"):
         import torchvision
 
-    known = torchvision.models.list_models(module=torchvision.models)
-    if name not in known:
-        close = difflib.get_close_matches(name.lower(), ["cnn", "mlp", *known], n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise UsageError(f"unknown model {name!r}: expected {MODELS}{hint}")
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise UsageError(f"unknown model {name!r}: expected {MODELS}")
     return _fit_to_images(name, channels, image_size, num_classes)
 
 

@@ -5,9 +5,8 @@ import math
 import os
 import sys
 from collections.abc import Iterable
-from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
@@ -73,7 +72,7 @@ class MetricsWriter:
     """
 
     def __init__(self, log_dir: Path | None) -> None:
-        self._lines: TextIOWrapper | None = None
+        self._lines: TextIO | None = None
         self._events: SummaryWriter | None = None
         if log_dir is None:
             return
@@ -83,13 +82,7 @@ class MetricsWriter:
         log_dir = log_dir.expanduser()
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
-            file = (log_dir / METRICS_FILE).open("a+b")
-            self._lines = TextIOWrapper(file, encoding="utf-8")
-            # A killed run may have left an unfinished line, which the next must not join.
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
+            self._lines = (log_dir / METRICS_FILE).open("a", encoding="utf-8")
             self._events = writer.SummaryWriter(os.fspath(log_dir))
         except OSError as error:
             self.close()

@@ -1,6 +1,5 @@
 """One file that a run continues from, and what happens when it is not whole."""
 
-import os
 import random
 
 import numpy as np
@@ -176,18 +175,16 @@ def test_a_link_is_not_followed(tmp_path):
     folder.mkdir()
     for name in (".lock", "checkpoint-000001.tmp"):
         (folder / name).symlink_to(precious)
-    with pytest.raises(UsageError, match=r"--checkpoint-dir .*\.lock is a symbolic link: remove"):
-        checkpoint.prepare_folder(folder, resume=None)
     assert not checkpoint.save(folder, state(1)).is_symlink()
+    checkpoint.prepare_folder(folder, resume="auto").close()
     assert precious.read_text() == "precious"
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
     lock = checkpoint.prepare_folder(tmp_path, resume="auto")
-    assert lock is not None
     left = tmp_path / "checkpoint-000001.tmp"
     left.touch()  # it writes
-    with pytest.raises(UsageError, match=rf"in use by another run \(process {os.getpid()} on "):
+    with pytest.raises(UsageError, match="in use by another run: give"):
         checkpoint.prepare_folder(tmp_path, resume="auto")
     assert left.exists()
     lock.close()
