@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,10 +226,8 @@ def choose_interface(placement: Placement) -> None:
     # one, or one open to others. An elastic process begins in a world of one on any machine.
     found = None
     if placement.one_machine and MACHINE_0 not in os.environ:
-        # Not needed if the user chose another interface.
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            require_loopback()
-        nccl = found = _loopback()
+        loopbacks = (name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        nccl = found = next(loopbacks, None)
     elif "MASTER_ADDR" in os.environ and sys.platform.startswith("linux"):
         # `start_ranks` sets MASTER_ADDR to loopback, where the agent forwards connections.
         master = os.environ.get(MACHINE_0, os.environ["MASTER_ADDR"])
@@ -248,31 +247,8 @@ def choose_interface(placement: Placement) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", nccl)
 
 
-def _loopback() -> str | None:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-
-
-def require_loopback() -> None:
-    """Requires the loopback interface, which is down in a new network namespace. Linux only."""
-    siocgifflags, iff_up = 0x8913, 1
-    name = _loopback()
-    if name is None or not sys.platform.startswith("linux"):
-        return
-    if not struct.unpack_from("16xH", _ask(siocgifflags, name))[0] & iff_up:
-        raise UsageError(
-            f"the loopback interface {name} is down, and ranks of one machine need it: "
-            f"ip link set {name} up"
-        )
-
-
 def _address(interface: str) -> str | None:
-    siocgifaddr = 0x8915
-    try:
-        return socket.inet_ntoa(_ask(siocgifaddr, interface)[20:24])
-    except OSError:
-        return None
-
-
-def _ask(request: int, interface: str) -> bytes:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", interface.encode()[:15]))
+    siocgifaddr, question = 0x8915, struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), siocgifaddr, question)[20:24])
+    return None

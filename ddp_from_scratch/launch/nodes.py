@@ -1,4 +1,4 @@
-"""Machine 0's view of the agents of other machines (`node_agent.py`).
+"""The messages between machine 0's agent (`Nodes`) and those of other machines (`Link`).
 
     machine 0                      through its store                    machine 1
             <-- "arrival 1": who it is; "answer 1": "" or why not --->  arrive
@@ -16,11 +16,13 @@ others end their ranks, so two halves of a job never both continue.
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddp_from_scratch.launch.agent import say
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.rank_process import say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,7 +49,7 @@ class Node:
 
 
 class FarRank:
-    """A rank on another machine, as an `agent.Child`."""
+    """A rank on another machine."""
 
     def __init__(self, node: Node, member: int, exchange: Callable[[], None]) -> None:
         self._node, self._member, self._exchange = node, member, exchange
@@ -98,7 +100,7 @@ class Nodes:
         self._end: int | None = None
         self._exchanged = 0.0
 
-    # As `agent.Peers` -----------------------------------------------------------------------------
+    # For every agent ------------------------------------------------------------------------------
 
     def failure(self) -> str | None:
         self.exchange()
@@ -289,3 +291,80 @@ class Nodes:
 def no_answer(machine: int, silence: float) -> str:
     """Returns the message of a job that has lost a machine."""
     return f"lost the other ranks: machine {machine} has not answered for {silence:.0f} s"
+
+
+# On the other machines ----------------------------------------------------------------------------
+
+
+def arrive(
+    store: "dist.Store", node: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
+) -> int:
+    """Asks machine 0 to admit this machine; returns the ticket of this agent."""
+    arrival = {"node": node, "counts": list(counts), "elastic": elastic, "asked": dict(asked)}
+    try:
+        ticket: int = store.add("tickets", 1)
+        store.set(f"arrival {ticket}", json.dumps(arrival))
+        while not store.check([f"answer {ticket}"]):
+            time.sleep(EXCHANGE_S)
+        text = store.get(f"answer {ticket}").decode()
+    except RuntimeError:  # the store is gone
+        text = "the job ended before machine 0 let this machine in"
+    if text:
+        raise UsageError(text)
+    return ticket
+
+
+class Link:
+    """Exchanges reports and orders with machine 0, in a thread: a call to a lost store blocks."""
+
+    def __init__(self, store: "dist.Store", ticket: int, timeout: float) -> None:
+        self.ticket, self.timeout, self._store = ticket, timeout, store
+        self.job: dict[str, Any] | None = None  # the last job state that machine 0 has written
+        self.report: dict[str, Any] = {"codes": {}, "signals": [], "failure": None, "ended": False}
+        self.heard = time.monotonic()  # the time of machine 0's last heartbeat
+        self.is_closed = False  # True once machine 0's store is gone
+        self._last = False
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+        self._thread.start()
+
+    def failure(self) -> str | None:
+        reason: str | None = None if self.job is None else self.job["failure"]
+        silence = time.monotonic() - self.heard
+        if reason is None and self.is_closed and not self.report["ended"]:
+            reason = "machine 0 no longer answers"
+        elif reason is None and silence > self.timeout:
+            reason = no_answer(0, silence)
+        self.report["ended"] |= reason is not None
+        return reason
+
+    def tell_failure(self, text: str) -> None:
+        self.report["failure"] = text  # sent with the next report
+
+    def may_leave(self) -> bool:
+        self.report["ended"] = True
+        return self.is_closed or (self.job is not None and self.job["end"] is not None)
+
+    def close(self, code: int) -> None:
+        self.report["ended"] = self._last = True
+        self._thread.join(1.0)
+
+    def _talk(self) -> None:
+        beat = 0
+        while True:
+            last = self._last
+            try:
+                beat += 1
+                report = self.report | {"beat": beat, "left": last}
+                self._store.set(f"report {self.ticket}", json.dumps(report))
+                # The reply confirms that the report has arrived.
+                if self._store.check(["job"]) and not last:
+                    job = json.loads(self._store.get("job"))
+                    if self.job is None or job["beat"] != self.job["beat"]:
+                        self.heard = time.monotonic()
+                    self.job = job
+            except RuntimeError:  # machine 0's store is gone
+                self.is_closed = True
+                return
+            if last:
+                return
+            time.sleep(EXCHANGE_S)

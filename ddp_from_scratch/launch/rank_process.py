@@ -156,20 +156,12 @@ def _printable(text: str) -> str:
 def _say(text: str) -> None:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     text = text.rstrip("\n")
-    write_line(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)
+    say(f"\033[31m{text}\033[0m" if colour else text)
 
 
-# Standard streams that are closed, full, or pipes without a reader --------------------------------
-
-
-def replace_closed_streams() -> None:
-    """Opens /dev/null for each closed standard stream (`>&-`)."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            # /dev/null gets the stream's file descriptor, or the next file would, with all output.
-            stream = open(os.devnull, "r+")  # noqa: SIM115
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
+def say(text: str) -> None:
+    """Prints a line to standard error."""
+    write_line(text, sys.stderr)
 
 
 def write_line(text: str, stream: TextIO) -> None:

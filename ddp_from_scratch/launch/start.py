@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.agent import Agent, Child, say
-from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore
+from ddp_from_scratch.launch.agent import Agent, Child
+from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
-from ddp_from_scratch.launch.node_agent import Link, NodeAgent, arrive
-from ddp_from_scratch.launch.nodes import Nodes
-from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG, run_to_exit
+from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
+from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG, run_to_exit, say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -140,7 +139,6 @@ def start_ranks(
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     """Runs `mpirun -n NPROC COMMAND` on this machine; returns its exit code."""
-    environment.require_loopback()
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
     say(f"starting: {shlex.join(full)}")

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import pytest
 
 from ddp_from_scratch.launch.agent import Agent
-from ddp_from_scratch.launch.elastic import ElasticAgent
-from ddp_from_scratch.launch.node_agent import NodeAgent
+from ddp_from_scratch.launch.elastic import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.start import _MpirunAgent
 from tests.launch.fake_ranks import Job
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import nodes
-from ddp_from_scratch.launch.node_agent import Link, arrive
-from ddp_from_scratch.launch.nodes import Nodes
+from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
 
 
 class Job:

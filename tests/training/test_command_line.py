@@ -115,16 +115,15 @@ def test_launchers(command, ranks, trained, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("end", "reason"), [("| head -1", "Broken pipe"), ("<&- >&- 2>&-", None)], ids=str
-)
-def test_a_run_goes_on_when_it_cannot_print(end, reason, tmp_path):
-    command = f"{sys.executable} {RUN_PY} --epochs 2 --checkpoint-dir {tmp_path} --nproc 2 {end}"
+def test_a_run_goes_on_when_it_cannot_print(tmp_path):
+    command = (
+        f"{sys.executable} {RUN_PY} --epochs 2 --checkpoint-dir {tmp_path} --nproc 2 | head -1"
+    )
     with Run("bash", "-c", f"set -o pipefail; {command}") as run:
         assert run.wait() == 0, run.text
         run.assert_nobody_left()
-        told = f"warning: standard output cannot be written to ({reason}): continuing without\n"
-        assert run.err == (told if reason else ""), run.text
+        told = "warning: standard output cannot be written to (Broken pipe): continuing without\n"
+        assert run.err == told, run.text
     assert (tmp_path / "checkpoint-000002.pt").exists()
 
 
