@@ -1,10 +1,8 @@
 """Reads the place of this process among the ranks from the variables of its launcher.
 
-Each launcher gives a process its rank in a different way:
-
-    torchrun, start_ranks    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
-    mpirun, mpiexec          MPI itself (the variables only show that the launcher is there)
-    srun                     SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID
+torchrun, start_ranks    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK
+mpirun, mpiexec          MPI itself (the variables only show that the launcher is there)
+srun                     SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, SLURM_NODEID
 """
 
 import fcntl
@@ -30,11 +28,8 @@ MEMBER = "DDP_MEMBER"  # this process's number in an elastic job
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
-# The longest timeout in seconds. The backends count in milliseconds and overflow far above it.
-MAX_TIMEOUT = 1e6
-
-# The most processes or threads on one machine. More is a typing mistake.
-MOST_HERE = 1024
+MAX_TIMEOUT = 1e6  # in seconds; the backends count in milliseconds and overflow far above it
+MOST_HERE = 1024  # processes or threads on one machine; more is a typing mistake
 
 
 @dataclass(frozen=True)

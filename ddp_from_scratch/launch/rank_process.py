@@ -67,7 +67,9 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         code = end.code if isinstance(end.code, int) else 1
     except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
         if is_communication_error(error):
-            _wait_to_be_stopped()
+            # The failed peer reports the error, and its launcher stops this process meanwhile. If
+            # all ranks notice at once (a timeout), the lowest rank reports first.
+            time.sleep(2.0 + 0.2 * min(_place()[0], 10))
             first = next(iter(str(error).splitlines()), type(error).__name__)
             _say(f"error: rank {_place()[0]} lost the other ranks: {first}")
         elif _is_of_backend(error):
@@ -130,12 +132,6 @@ def _cause(text: str) -> str:
 def _distributed() -> Any:
     # A process that only starts ranks never imports it: the import takes longer than all its work.
     return sys.modules.get("torch.distributed")
-
-
-def _wait_to_be_stopped() -> None:
-    # The failed peer reports the error, and its launcher stops this process meanwhile. If all ranks
-    # notice at once (a timeout), the lowest rank reports first.
-    time.sleep(2.0 + 0.2 * min(_place()[0], 10))
 
 
 def _place() -> tuple[int, int]:

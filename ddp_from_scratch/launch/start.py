@@ -46,32 +46,29 @@ def start_ranks(
 ) -> int:
     """Runs a command or a function once for each rank of this machine; waits for all of them.
 
-    On one machine the ranks meet through a file that only this user can read, in a folder that is
-    removed at the end; no port is opened. On several, machine 0 listens on `master_port` of
-    `master_addr` only, and accepts machines that know the job's secret. Set DDP_SECRET on all of
-    them, or copy the one that machine 0 prints.
+    On one machine the ranks meet through a private file, and no port is opened. On several, machine
+    0 listens on `master_port` of `master_addr` only, and accepts machines that know the job's
+    secret. Set DDP_SECRET on all of them, or copy the one that machine 0 prints.
 
     On Linux, ranks of `[sys.executable, "program.py", ...]`, or with -m or -c in place of the file,
     are forked from a process that has imported torch; any other command is executed.
 
     The first rank that fails ends all others, on every machine. With `max_restarts` the others
-    continue (`ddp.elastic`) and a new process replaces the failed one. Ctrl-C, SIGTERM, SIGUSR1 and
-    SIGHUP reach the ranks as SIGTERM, and they stop together; a second Ctrl-C or SIGTERM kills
-    them. SIGQUIT and SIGUSR2 end all ranks. SIGHUP stays ignored if it was before (nohup).
+    continue (`ddp.elastic`) and a new process replaces the failed one. `agent.py` has a table of
+    signals.
 
     Args:
         command: a program and its arguments; each rank gets torchrun's variables. Or a function
-            without arguments (`functools.partial` binds some), which may be from a notebook. It
-            runs in new processes on copies of what it uses, and its result is dropped. If it raises
-            a UsageError, that prints as one line and ends all ranks with code 2.
+            without arguments, which may be from a notebook. It runs in new processes on copies of
+            what it uses, and its result is dropped. A UsageError in it prints as one line.
         counts: number of processes on each machine.
         node_rank: this machine's position in `counts`.
         master_addr: an address of machine 0 that the others can reach.
         master_port: the port that machine 0 listens on.
         timeout: seconds to wait for the other machines, and later for their heartbeats.
         preload: modules to import once, before ranks are forked.
-        max_restarts: how many failed processes may be replaced (`elastic.py`), for programs that
-            use `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
+        max_restarts: how many failed processes may be replaced, for programs that use
+            `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
         asked: options, by name, that must match on a machine that joins or rejoins.
 
     Returns:
@@ -79,10 +76,8 @@ def start_ranks(
         that failed (128 + N if signal N killed it).
 
     Raises:
-        UsageError: the port is taken; machine 0 does not answer or refuses this machine; the
-            machines have different counts or secrets; a machine has no process; `max_restarts` is
-            out of range; the function cannot be sent (see `_command_of`); or this is not the main
-            thread.
+        UsageError: the machines do not meet; a value is out of range; the function cannot be sent;
+            or this is not the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(

@@ -104,13 +104,10 @@ def _lock(folder: Path) -> TextIO:
 
 
 def prepare_folder(folder: Path, *, resume: str | None) -> TextIO:
-    """Makes the folder, locks it and tests that it is writable, before hours of work depend on it.
+    """Makes the folder, tests that it is writable, and locks it; returns the file of the lock.
 
-    Returns the file that holds the lock.
-
-    Raises:
-        UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a
-            run that this one does not continue, and would remove.
+    A UsageError where another run holds it, or where it has the checkpoints of a run that this one
+    does not continue, and would remove.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -137,10 +134,8 @@ def prepare_folder(folder: Path, *, resume: str | None) -> TextIO:
 def load(path: Path) -> State:
     """Reads a checkpoint to the CPU; unpickles nothing but plain values and tensors.
 
-    Raises:
-        UnreadableError: the file is truncated, damaged, not a checkpoint of this program, or has
-            contents that no run writes.
-        UsageError: the file is missing, the system cannot read it, or it has a newer version.
+    A file that the system cannot read, or of a newer version, is another UsageError than an
+    UnreadableError: it may be whole.
     """
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     try:
@@ -189,11 +184,9 @@ def _number(path: Path) -> int:
 
 
 def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
-    """Loads the newest intact checkpoint; also returns a message for each newer one.
+    """Loads the newest whole checkpoint, if any; also returns a message for each newer one.
 
-    Renames the newer ones to `.unreadable`. Returns None if the folder has no checkpoint. Raises a
-    UsageError if none is intact, or if one cannot be read by the system or has a newer version:
-    that one may be intact, and stays.
+    Renames the newer ones to `.unreadable`. A UsageError if none is whole, or if one may be.
     """
     unreadable: dict[Path, str] = {}
     for path in files(folder):

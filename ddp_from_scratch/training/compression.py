@@ -89,13 +89,3 @@ class Compression:
         self._power_sgd.load_state_dict(self._reducer.module, shared[0] | {"errors": mine[0]})
         self._loss_scale = shared[0]["loss_scale"]
         self.follow(scaler)
-
-    def summary(self) -> str | None:
-        """Reports the share of the gradients that this rank has sent; None without PowerSGD."""
-        state = self._power_sgd
-        if state is None or state.of == 0:
-            return None
-        return (
-            f"powersgd of rank {state.rank} sent {state.sent / state.of:.1%} of the gradients' "
-            f"elements, from average {state.start + 1} on"
-        )

@@ -65,8 +65,7 @@ def of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
     """Compares the options of all ranks; sets the threads, determinism and seeds of this process.
 
-    `asked` holds further values, by name, that must be the same on all ranks. A UsageError on every
-    rank says what differs. Returns a group for CPU tensors.
+    `asked` holds further values, by name, to compare. Returns a group for CPU tensors.
     """
     group: Any = dist.group.WORLD
     if world.backend == "nccl":
@@ -126,10 +125,7 @@ def versions() -> dict[str, str]:
 def open_dataset(
     name: str, settings: Settings, world: World, group: dist.ProcessGroup | None
 ) -> ImageData:
-    """Opens the dataset. With `--download`, the first rank of each machine fetches it first.
-
-    Raises on every rank, as `load_dataset` does, or if the ranks' images differ.
-    """
+    """Opens the dataset and compares it. The first rank of each machine downloads it first."""
     with together(group):
         if settings.download and world.local_rank == 0:
             load_dataset(name, settings.data_dir, download=True)
@@ -148,8 +144,7 @@ class StopSignal:
 
     A launcher's signal reaches ranks at different steps. So in each step the ranks exchange whether
     one has arrived: `ask` starts the exchange before the step, `answer` ends it after. Two other
-    numbers travel along. `group` takes CPU tensors (None: the default group). Inside the `with`
-    block a second signal ends the process at once.
+    numbers travel along. Inside the `with` block a second signal ends the process at once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

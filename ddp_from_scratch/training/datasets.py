@@ -53,10 +53,6 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
 
     `data_dir` has torchvision's layout; digits and fake do not use it. `download` fetches missing
     files: one rank of a machine calls with True first, then the others with False.
-
-    Raises:
-        UsageError: an unknown name; files that are missing, unreadable, truncated or corrupt; a
-            download that failed.
     """
     if name not in DATASETS:
         raise UsageError(f"unknown dataset {name!r}: expected one of {', '.join(DATASETS)}")

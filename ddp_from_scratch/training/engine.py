@@ -1,9 +1,10 @@
 """Makes what a rank trains with (data, model, Reducer, optimizer); saves and restores it."""
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world import World
 
+T = TypeVar("T")
+
 _ASKED = {"the command": "train"}
 
 
@@ -45,8 +48,6 @@ class Engine:
     2. Model: built in the same way on every rank, then made equal to rank 0's.
     3. Start: from the beginning, or from a checkpoint.
     4. Engine: the Reducer, which averages gradients, and the optimizer.
-
-    A missing dataset or the like raises a UsageError on every rank.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
@@ -74,7 +75,7 @@ class Engine:
             if not self.membership.elastic:
                 self._open_outputs()
         # 3. Start
-        state, compressed = self._begin()
+        state, compressed = self._until_met(self._begin)
         # 4. Engine
         self._make_engine(state)
         # This epoch's sums, as in `_count`: of this rank, or with --elastic of all ranks, since a
@@ -99,20 +100,13 @@ class Engine:
 
         A rank that joins a run gets another rank's state; otherwise it is that of a checkpoint.
         """
-        while True:
-            try:
-                if self.membership.elastic and (state := self._meet()) is not None:
-                    return state, None
-                broadcast_parameters(self.model)
-                # From here on each rank draws its own random numbers: the models are equal by now.
-                if self.settings.virtual_ranks is None:
-                    seed_generators(self.settings.seed + self.world.rank)
-                return self._find_checkpoint()
-            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
-                self._lose(error)
-
-    def _find_checkpoint(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
+        if self.membership.elastic and (state := self._meet()) is not None:
+            return state, None
+        broadcast_parameters(self.model)
         settings, state, compressed = self.settings, None, None
+        # From here on each rank draws its own random numbers: the models are equal by now.
+        if settings.virtual_ranks is None:
+            seed_generators(settings.seed + self.world.rank)
         with together(self.group):
             if self.world.rank == 0:
                 spec, model, report = self.data.model_spec, self.model, self.report
@@ -199,6 +193,14 @@ class Engine:
             raise error
         self.membership.lose(error)
 
+    def _until_met(self, meet: Callable[[], T]) -> T:
+        """Calls `meet` until no rank is lost during it."""
+        while True:
+            try:
+                return meet()
+            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
+                self._lose(error)
+
     def _meet(self) -> checkpoint.State | None:
         """Opens the next generation's group with this rank in it. Collective.
 
@@ -216,9 +218,8 @@ class Engine:
                 self._open_outputs()
         if meeting.source is None or meeting.same_state:
             return None
-        mine = None
-        if self.world.rank == meeting.source:
-            mine = self._state() | {"rng": [], "totals": self.totals}
+        is_source = self.world.rank == meeting.source
+        mine = self._state() | {"rng": [], "totals": self.totals} if is_source else None
         found: checkpoint.State = hand_on(mine, meeting.source)
         return found
 
@@ -226,7 +227,7 @@ class Engine:
 
     def _save(self) -> None:
         """Writes a checkpoint if one is asked for. Collective."""
-        if self.settings.checkpoint_dir is None:
+        if (folder := self.settings.checkpoint_dir) is None:
             return
         # Gathered first: inside `together` rank 0 works alone.
         generators: list[Any] = []
@@ -237,7 +238,6 @@ class Engine:
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
         with together(self.group):
             if self.world.rank == 0:
-                folder = self.settings.checkpoint_dir
                 self.saved_as = checkpoint.save(folder, self._state() | of_all)
 
     def _state(self) -> checkpoint.State:

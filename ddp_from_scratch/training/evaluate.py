@@ -31,10 +31,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
-    """Returns the share of correct predictions over all ranks' images. Collective: one all-reduce.
+    """Returns the share of correct predictions over all ranks' images. Collective.
 
-    The model is the same on every rank, buffers included, and stays in evaluation mode. The loader
-    has this rank's images (float32, N x C x H x W) and labels (int64, N), and may be empty.
+    The model stays in evaluation mode. This rank's loader may be empty.
     """
     model.eval()
     # One all-reduce at the end, because ranks may have different numbers of batches.
@@ -51,11 +50,7 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
 
 
 def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    """Loads a checkpoint's model on every rank; also returns its other contents. Collective.
-
-    Only rank 0 reads the file. A file that is not a checkpoint, or does not fit its own model, is a
-    UsageError on every rank.
-    """
+    """Loads a checkpoint's model on every rank; also returns its other contents. Collective."""
     state = None
     with together(group):
         if world.rank == 0:
@@ -79,11 +74,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
 
 
 def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
-    """Prints a saved model's test accuracy, by default on the dataset of its training.
-
-    Collective. Ignores settings for training. Raises a UsageError on every rank for a missing
-    checkpoint, or images that the model was not made for.
-    """
+    """Prints a saved model's test accuracy, by default on the dataset of its training."""
     asked = {"the command": "test", "--dataset": dataset or "not given"}
     group = prepare_process(settings, world, asked)
     model, state = load_model(path, world, group)

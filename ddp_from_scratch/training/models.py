@@ -16,9 +16,8 @@ _SIZES = (32, 64, 96, 112, 128, 224, 299)
 def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -> nn.Module:
     """Builds an untrained model for float images (batch, channels, image_size, image_size).
 
-    The output is (batch, num_classes), unnormalised. The global generator draws the weights. A
-    torchvision model gets a first convolution for that many channels and, if the images are too
-    small for it, an upsampling layer in front. Raises a UsageError for an unknown name.
+    The global generator draws the weights. A torchvision model gets a first convolution for that
+    many channels and, if the images are too small for it, an upsampling layer in front.
     """
     if name == "cnn":
         return _cnn(channels, image_size, num_classes)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,6 @@ SKIP = 3
 TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
 # Of the messages that compare clocks.
 _ROUNDS, _TAG = 20, 0
-
-T = TypeVar("T")
 
 
 class Timeline:
@@ -79,35 +77,25 @@ class Timeline:
             self._open = False
             self._recorder.close()
 
-    def _on_rank_0(self, write: Callable[[], T]) -> T | None:
+    def _on_rank_0(self, write: Callable[[], object]) -> object:
         """Calls `write` on rank 0; if that fails, other ranks raise a PeerError. Collective."""
-        problem = f"cannot write the timeline to {self.folder}"
-        return self._together(write if self._rank == 0 else lambda: None, problem, UsageError)[0]
-
-    def _together(
-        self, make: Callable[[], T], problem: str, kind: Callable[[str], Exception]
-    ) -> list[T]:
-        """Gathers results. If a rank fails, it raises `kind`, others a PeerError. Collective."""
-        mine: tuple[T, None] | tuple[None, str]
-        caught: Exception | None = None
+        result: object = None
+        text, caught = "", None
         try:
-            mine = make(), None
+            if self._rank == 0:
+                result = write()
         # Any error, such as one of matplotlib, since the other ranks wait for the result.
         except Exception as error:  # noqa: BLE001
-            mine, caught = (None, f"{problem}: {one_line(error)}"), error
-        found = _gather(mine, self._group)
-        text = next((text for _, text in found if text is not None), None)
-        if text is not None:
-            raise (PeerError if caught is None else kind)(text) from caught
-        return [result for result, _ in found]
+            text, caught = f"cannot write the timeline to {self.folder}: {one_line(error)}", error
+        result, text = _gather((result, text), self._group)[0]
+        if text:
+            raise (UsageError if caught else PeerError)(text) from caught
+        return result
 
     def _gathered(self) -> Record | None:
-        def own() -> dict[int, tuple[Layout, RankTimes]]:
-            marks, steps = self._recorder.marks, self._recorder.complete()[: self._steps]
-            return {s.iteration: (s.layout, rank_times(self._rank, marks, s)) for s in steps}
-
-        problem = f"rank {self._rank} cannot read its part of the timeline"
-        ranks = self._together(own, problem, RuntimeError)
+        marks, mine = self._recorder.marks, self._recorder.complete()[: self._steps]
+        own = {s.iteration: (s.layout, rank_times(self._rank, marks, s)) for s in mine}
+        ranks: list[dict[int, tuple[Layout, RankTimes]]] = _gather(own, self._group)
         after = clock_offsets(self._hosts, self._group)
         clocks = list(zip(self._clocks, after, strict=True))
         steps = []

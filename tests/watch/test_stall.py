@@ -4,9 +4,6 @@ import contextlib
 import gc
 import io
 import json
-import os
-import signal
-import subprocess
 import threading
 import time
 import weakref
@@ -168,32 +165,6 @@ def test_a_rank_that_does_not_wait_says_nothing(world):
             model.between = lambda: clock.looked(3)
             model().backward()
     assert told.getvalue() == ""
-
-
-def test_what_has_become_of_a_process_is_told():
-    store = dist.HashStore()
-    ended, stopped = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
-    ended.wait()
-    stopped.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
-    own = stall._state(os.getpid())[1]
-    assert own
-    machine = stall._machine()
-    published = [
-        (machine, os.getpid(), own),
-        (machine, ended.pid, own),
-        # Another process has the number now.
-        (machine, os.getpid(), own - 1),
-        (machine, stopped.pid, stall._state(stopped.pid)[1]),
-        ("other", 1, own),
-    ]
-    for rank, process in enumerate(published):
-        store.set(f"process {rank}", json.dumps(process))
-    found = [stall._process_in_words(store, rank) for rank in range(6)]
-    stopped.kill()
-    stopped.wait()
-    runs, over = "its process runs: it has gone on", "its process has ended"
-    assert found == [runs, over, over, "its process is stopped (SIGSTOP)", None, None]
 
 
 @on("gloo-2")
