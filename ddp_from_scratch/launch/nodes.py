@@ -76,7 +76,6 @@ class FarRank:
 class Nodes:
     """Machine 0's view of the other machines, through a store that all of them reach.
 
-    `counts` has the number of ranks on each machine, and `asked` the options that must be the same.
     In `timeout` seconds a machine must arrive (elastic jobs) or answer (other jobs).
     """
 

@@ -97,16 +97,10 @@ class MetricsWriter:
             return
         # JSON has only finite numbers.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        try:
-            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-            # Flushed at once, so that a killed run keeps its lines.
-            self._lines.flush()
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
-        except OSError as error:
-            raise UsageError(
-                f"cannot write metrics to {self._lines.name}: {error.strerror}"
-            ) from error
+        # Flushed at once, so that a killed run keeps its lines.
+        print(json.dumps({"step": step, **finite}), file=self._lines, flush=True)
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
         if self._lines is not None:

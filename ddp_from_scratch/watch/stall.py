@@ -57,13 +57,11 @@ class Progress(NamedTuple):
 class StallWatch(Extension):
     """A thread that checks a Reducer regularly and reports a step that makes no progress.
 
-    It wakes three times in `after` seconds. If the step has progressed, that is all; on a GPU, each
-    bucket also copies 8 bytes to the host. If it has not, this rank publishes its progress, once.
-    After `after` seconds with a bucket in flight, one rank writes every rank's progress to standard
-    error, once per step.
+    It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
+    progress, once. After `after` seconds with a bucket in flight, one rank writes every rank's
+    progress to standard error, once per step.
 
-    The thread ends with the Reducer, of which `progress` is a bound method, with the process group,
-    or with the process.
+    The thread ends with the Reducer, of which `progress` is a bound method, or with the group.
     """
 
     def __init__(
@@ -161,10 +159,10 @@ class StallWatch(Extension):
 
 
 class _UnderWay:
-    """The buckets that a GPU has not averaged yet. Reading them makes no CUDA call.
+    """The buckets that a GPU has not averaged yet.
 
-    Querying an event in one thread would invalidate a graph capture in another. Instead, the GPU
-    writes the number of the last averaged bucket to host memory.
+    The GPU writes the number of the last averaged bucket to host memory, since a query of an event
+    in one thread would invalidate a graph capture in another.
     """
 
     def __init__(self) -> None:

@@ -27,10 +27,7 @@ _ROUNDS, _TAG = 20, 0
 
 
 class Timeline:
-    """Records some steps. The constructor and `close` are collective.
-
-    Args and errors are those of `timeline`; a folder of None writes nothing.
-    """
+    """Records some steps, as `timeline` does. The constructor and `close` are collective."""
 
     def __init__(
         self, reducer: Watched, folder: Path | str | None, steps: int = 5, skip: int = SKIP
@@ -131,8 +128,6 @@ def timeline(
             for batch in batches:
                 ...
 
-    A step's record has forward, backward, the optimizer, and when each gradient is computed; and
-    for each bucket packing, waiting for other ranks, moving, the main thread's wait, and unpacking.
     When the steps are complete, or at the end of the context, rank 0 writes
 
     - `timeline.txt`: the median step as text;
@@ -140,17 +135,14 @@ def timeline(
     - `timeline.png` and `.svg`: the median step, if matplotlib is installed;
     - `trace.json`: all steps, for Perfetto and chrome://tracing.
 
-    Rank 0 writes nothing if the context raises or no step is complete; the latter is a warning.
+    It writes nothing if the context raises or no step is complete; the latter is a warning. If it
+    cannot write, it raises a UsageError, and the other ranks a PeerError.
 
     Args:
         reducer: averages the module whose steps are recorded.
         folder: rank 0 makes it if needed.
         steps: the number of steps to record.
         skip: averages before the first recorded step, which rebuild buckets and allocate memory.
-
-    Raises:
-        UsageError: `steps` is less than 1, or `skip` negative; or, on rank 0, it cannot write.
-        PeerError: on the other ranks, rank 0 cannot write to the folder.
     """
     recorded = Timeline(reducer, folder, steps, skip)
     try:
@@ -189,8 +181,7 @@ def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
 def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float, float]]:
     r"""Returns the ms to add to each rank's clock to get rank 0's, and the error. Collective.
 
-    Ranks of one machine share a clock. The first rank of every other machine exchanges messages
-    with rank 0:
+    The first rank of every other machine exchanges messages with rank 0:
 
         rank 0        t0 ------.             .------> t1
                                 \           /

@@ -170,11 +170,6 @@ class Job:
         now = self.said.generation
         assert (now.number, now.members) == (int(number), [*map(int, members)])
 
-    def announced(self, what, steps=""):
-        """Holds what the announcement says of arrivals: nothing, that it has begun, all steps."""
-        now = self.said.generation
-        assert (now.begun, [*now.steps]) == (what != "nothing", [*map(int, steps)])
-
     # Events of another machine.
 
     def hears(self, *more, end=None, ticket="7"):

@@ -173,23 +173,6 @@ ELASTIC = {
         " | ends 3 0",
         *(0, "-, -, -, -", (KILLED_1,)),
     ),
-    "arrivals are announced": Case(
-        "arrives 0 | announced nothing | train 1 | announced begun | train 02 | announced all 000",
-        None,
-    ),
-    "one that lost a peer asks": Case(
-        "train 012 | asks 2 | generation 2 012 | wait 30 | generation 2 012", None
-    ),
-    "one that ended well is not missed": Case(
-        "train 012 | ends 0 0 | generation 1 012 | ends 1 KILL | generation 2 2 | ends 2 0",
-        *(0, "", (lost(1, "KILL", 1, 1, of=0),), "", 0),
-    ),
-    "all that have trained are done": Case(
-        "train 01 | ends 0 KILL | generation 2 1 | ends 1 0", 0, "-, -, TERM", (KILLED_0,), **PAIR
-    ),
-    "one ends well before any has trained": Case(
-        "arrives 0 & ends 0 0 | wait 30 | generation 1 012", None, "-, TERM, TERM"
-    ),
     "a user's mistake at the start": Case("ends 1 2", 2, "TERM, -, TERM"),
     "the same exception at the same step": Case(
         "train 012 | raises 1 6 no | raises 3 7 no | raises 4 7 no",
@@ -217,17 +200,10 @@ ELASTIC = {
         *("train 01 | ends 0 KILL | ends 1 TERM", 143, "-, -, TERM", (KILLED_0, last(1, "TERM"))),
         **PAIR,
     ),
-    # Process 1 has not trained yet, as one may see it whose note comes late.
-    "the only one that has trained": Case("train 0 | ends 0 KILL", 137, "", (last(0, "KILL"),)),
     "a signal stops all and replaces none": Case(
         f"train 012 | gets TERM & {SLOWLY} | asks 2 | wait 30 | ends 0 143 | ends 1 1 | wait 30"
         " | generation 1 012 | ends 2 143",
         *(143, ALL_TERM, (ASKED,)),
-    ),
-    "one dies of the signal before it has joined": Case(
-        "train 01 | ends 0 KILL | gets TERM & ignore 1 TERM | wait 30 | ends 1 143",
-        *(143, "-, TERM, TERM", (KILLED_0, ASKED)),
-        **PAIR,
     ),
 }
 

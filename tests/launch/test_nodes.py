@@ -181,56 +181,11 @@ def test_a_machine_that_is_silent_and_one_that_has_ended(together):
     assert together.machines.failure() == lost
 
 
-def test_all_leave_together(together, monkeypatch):
-    assert together.comes(1, 1, 1, 1, elastic=False) == ""
-    together.reports(ended=True)
-    together.after(1)
-    assert not together.machines.may_leave()  # machine 2 has not come
-    assert together.comes(2, 1, 1, 1, elastic=False) == ""
-    together.reports(ticket=2, ended=True)
-    together.after(1)
-    assert together.machines.may_leave()
-
-    def sleep(seconds):
-        """Both hear of the end, and leave the store, the second one later."""
-        together.now += seconds
-        end = json.loads(together.store.get("job"))["end"]
-        together.reports(ended=True, left=end == 0)
-        together.reports(ticket=2, ended=True, left=together.now - began > 0.5)
-
-    # A store that closes while they ask it makes torch print a C++ stack there.
-    monkeypatch.setattr(nodes.time, "sleep", sleep)
-    began = together.now
-    together.machines.close(0)
-    assert 0.5 < together.now - began < 1
-
-
 def until(holds):
     end = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def test_a_link_to_machine_0():
-    store = dist.HashStore()
-    link = Link(store, 7, 60.0)
-    assert (link.failure(), link.may_leave()) == (None, False)
-    link.tell_failure("rank 1 ended with exit code 3")
-
-    def reported():
-        return json.loads(store.get("report 7"))
-
-    until(lambda: reported()["failure"])
-    assert (reported()["failure"], reported()["ended"]) == ("rank 1 ended with exit code 3", True)
-    store.set("job", json.dumps({"beat": 1, "failure": "machine 2: gone", "end": None}))
-    until(link.failure)
-    assert (link.failure(), link.may_leave()) == ("machine 2: gone", False)
-    store.set("job", json.dumps({"beat": 2, "failure": None, "end": 0}))
-    until(link.may_leave)
-    link.close(0)
-    link.heard = time.monotonic() - 61
-    assert link.failure() == "lost the other ranks: machine 0 has not answered for 61 s"
 
 
 def test_machine_0_has_gone():

@@ -47,7 +47,6 @@ REFUSED = {
         for option in ("--backend", "--dataset", "--precision", "--compress")
     },
     # How ranks are started.
-    "--elastic --nproc 4 --virtual-ranks 2": "--virtual-ranks must be at least as many as ranks",
     "OMPI_COMM_WORLD_RANK=0 --nproc 2": "--nproc is for starting without a launcher, but mpirun "
     "has started this",
     "--nproc 1,1 --backend mpi": "--backend mpi runs on several machines under mpirun: mpirun "

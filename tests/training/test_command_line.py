@@ -1,8 +1,6 @@
 """run.py as a user types it: under every launcher, and with every kind of mistake."""
 
 import json
-import os
-import pty
 import re
 import shlex
 import sys
@@ -56,26 +54,6 @@ def test_what_is_printed_and_written(trained):
     for entry in logged[:2]:
         assert entry["averaged_bytes"] == 153_768  # four for each of the model's parameters
         assert entry["images_per_second"] == pytest.approx(64e3 / entry["step_ms"])
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "shown"),
-    [
-        (["--lr", "-1"], 2, "^\033\\[31merror: --lr must be .*, got -1.0\033\\[0m\r\n$"),
-        slow(["--epochs", "1", "--nproc", "2"], 0, "\repoch 1/1: .*/22 "),
-    ],
-    ids=["red", "bar"],
-)
-def test_a_terminal_shows_colours_and_a_bar(options, code, shown):
-    written = []
-
-    def read(terminal):
-        written.append(os.read(terminal, 65536))
-        return written[-1]
-
-    command = f"stty cols 80 rows 24; exec {shlex.join([sys.executable, RUN_PY, *options])}"
-    assert os.waitstatus_to_exitcode(pty.spawn(["sh", "-c", command], read)) == code
-    assert re.search(shown, b"".join(written).decode())
 
 
 def test_a_saved_model_has_the_accuracy_that_training_printed(trained, capsys):

@@ -7,7 +7,7 @@ import json
 import threading
 import time
 import weakref
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from torch import nn
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.watch import stall
-from ddp_from_scratch.watch.stall import Progress
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -178,15 +177,3 @@ def test_the_watch_ends_with_the_reducer(world):
     gc.collect()
     assert gone() is None
     assert not thread.is_alive(), "it did not wait for its next turn"
-
-
-def test_a_gpu_that_waits_behind_the_host():
-    """The host is in the next step; the GPU has not said that a bucket of this one has landed."""
-    host = Progress(2, None, "0 of 3 gradients have arrived, bucket 0 waits for c")
-    under_way = Mock(first=Mock(return_value=(1, 0)))
-    watch = Mock(_progress=lambda: lambda: host, _under_way=under_way)
-    watch._stop.is_set.return_value = False
-    told = f"all gradients of step 1 have arrived, and since then {host.text}"
-    assert stall.StallWatch._look(watch) == Progress(1, "bucket 0", told)
-    under_way.first.return_value = None
-    assert stall.StallWatch._look(watch) == host
