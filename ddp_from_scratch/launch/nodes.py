@@ -176,7 +176,6 @@ class Nodes:
         drawn = self._store.add("tickets", 0)
         self._waiting |= dict.fromkeys(range(self._drawn + 1, drawn + 1), now)
         self._drawn = drawn
-        answers: dict[int, str] = {}
         for ticket, since in list(self._waiting.items()):
             # An agent that was stopped between the two calls in `arrive` leaves only a ticket.
             if self._store.check([f"arrival {ticket}"]):
@@ -184,12 +183,9 @@ class Nodes:
                 answer = self._answer(ticket, arrival, now, since, start if most else None)
                 if answer is not None:
                     del self._waiting[ticket]
-                    answers[ticket] = answer
-        if answers:
-            # Written before the answers: an admitted agent looks there for its orders.
-            self._write()
-        for ticket, text in answers.items():
-            self._store.set(f"answer {ticket}", text)
+                    # Before the answer: an admitted agent looks there for its orders.
+                    self._write()
+                    self._store.set(f"answer {ticket}", answer)
         return late
 
     def _answer(

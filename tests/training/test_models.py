@@ -46,10 +46,7 @@ def test_torchvision(name, size, enlarged_to):
 
 
 def test_other_sizes_and_channels():
-    """A large enough image is not enlarged; a new convolution keeps the old one's geometry."""
-    model = make_model("squeezenet1_1", channels=3, image_size=32, num_classes=10)
-    assert type(model) is torchvision.models.SqueezeNet
-    check(model, 3, 32)
+    """A new convolution keeps the old one's geometry."""
     model = make_model("resnet18", channels=4, image_size=32, num_classes=10)
     check(model, 4, 32)
     first = model.conv1
