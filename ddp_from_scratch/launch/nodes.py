@@ -232,18 +232,16 @@ class Nodes:
         if elastic != self._elastic:
             here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
-        node, there_are = self._nodes.get(number), len(self._counts)
+        there_are = len(self._counts)
         # In an elastic job a new machine appends its own count to the list; one that rejoins may
         # not know the counts of machines that came after it.
         expected = self._counts + list(counts[there_are : number + 1] if elastic else ())
         if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))
             return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
-        if node is None or node.ticket is not None or node.lost:
-            # At the start the ranks compare these options themselves, and end together.
-            for name, value in self._asked.items():
-                if asked.get(name) != value:
-                    return f"{name} is {asked.get(name)} here and {value} on machine 0"
+        for name, value in self._asked.items():
+            if asked.get(name) != value:
+                return f"{name} is {asked.get(name)} here and {value} on machine 0"
         return None
 
     def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:

@@ -73,7 +73,8 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
         timeout = timedelta(seconds=settings.timeout)
         group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
-    require_alike(settings, group, asked)
+    # `asked` comes first in the message and overrides options of the same name.
+    _require_same(versions() | asked | settings.to_compare() | asked, group)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
         # Without it cuBLAS is not deterministic.
@@ -84,14 +85,6 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
     torch.backends.cudnn.benchmark = not settings.deterministic
     seed_generators(settings.seed)
     return group
-
-
-def require_alike(
-    settings: Settings, group: dist.ProcessGroup | None, asked: Mapping[str, str]
-) -> None:
-    """Raises on every rank if versions, options or the values in `asked` differ. Collective."""
-    # `asked` comes first in the message and overrides options of the same name.
-    _require_same(versions() | dict(asked) | settings.to_compare() | dict(asked), group)
 
 
 def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:

@@ -24,7 +24,6 @@ from ddp_from_scratch.training.coordination import (
     of_rank_0,
     open_dataset,
     prepare_process,
-    require_alike,
     together,
 )
 from ddp_from_scratch.training.loaders import RankData
@@ -37,8 +36,6 @@ from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world import World
 
 T = TypeVar("T")
-
-_ASKED = {"the command": "train"}
 
 
 class Engine:
@@ -53,7 +50,7 @@ class Engine:
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
-        group = prepare_process(settings, world, _ASKED)
+        group = prepare_process(settings, world, {"the command": "train"})
         # For CPU tensors. None is the default group, which --elastic replaces.
         self.group = group if world.backend == "nccl" else None
         self.images = open_dataset(settings.dataset, settings, world, self.group)
@@ -209,9 +206,6 @@ class Engine:
         meeting = self.membership.meet(self._position)
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
-        if not self.world.one_machine:
-            # Until now each process has seen only its own machine's command.
-            require_alike(self.settings, self.group, _ASKED)
         with together(self.group):
             self.data = RankData(self.images, self.settings, self.world)
             if not self.writes:

@@ -114,7 +114,7 @@ class Job:
         self.ranks.append(Rank(self, env))
         return self.ranks[-1]
 
-    # As `agent.Peers`.
+    # As the agents of other machines (`Nodes`, `Link`).
 
     def may_leave(self):
         return self.may_all_leave

@@ -1,4 +1,4 @@
-"""What agents decide: tables of events (`fake_ranks.Job`), and what comes of them."""
+"""What agents decide: tables of events (`fake_ranks.Job`), and elastic jobs in a simulation."""
 
 import signal
 from typing import NamedTuple
@@ -9,6 +9,8 @@ from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.start import _MpirunAgent
 from tests.launch.fake_ranks import Job
+from tests.support.simulation import Simulation
+from tests.support.tiers import slow
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
 ALL = [signal.Signals[name] for name in NAMES]
@@ -268,3 +270,17 @@ def test_a_machine_that_is_not_machine_0(name, job, capfd):
     case, link = OBEYING[name], Link(job)
     check(case, job, capfd, NodeAgent(["true"], environment, link))
     assert link.closed_with == (1 if case.code is None else case.code)
+
+
+# Random failures, on a virtual clock ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeds", [range(40), slow(range(40, 160))], ids=["few", "many"])
+def test_jobs_end_with_the_right_state_whatever_fails(seeds):
+    wrong = {seed: sim.wrong for seed in seeds if (sim := Simulation(seed).run()).wrong}
+    assert wrong == {}
+
+
+def test_a_seed_repeats_exactly():
+    first, second = (Simulation(5).run() for _ in range(2))
+    assert (first.now, first.messages, first.said) == (second.now, second.messages, second.said)

@@ -104,7 +104,6 @@ def test_a_machine_may_be_started_late(unmet, capfd):
     unmet.after(1)
     assert unmet.machines.is_lost(1)
     assert unmet.ranks[1].poll() == -signal.SIGKILL
-    # The others compared theirs without it.
     assert unmet.comes(1, 1, 2, lr="0.2") == WRONG_RATE
     assert unmet.comes(1, 1, 2) == ""
     assert (unmet.machines.is_lost(1), unmet.joined) == (False, [1, 1])
