@@ -164,18 +164,12 @@ def elastic(
     a rank that has them. Under any other launcher the first lost rank ends the run.
 
     Args:
-        world: that of `process_group("gloo")`.
+        world: that of `process_group("gloo")`; else a UsageError.
         reducer: one with `virtual_ranks`, so that no sample is lost or seen twice.
-        optimizer: steps once in each attempt, at its end.
-        others: other objects with a `state_dict` that the run needs, but no second optimizer: a
-            step that only one of two has taken can be neither repeated nor finished.
+        optimizer: steps once in each attempt, at its end; the second raises a RuntimeError.
+        others: other objects with a `state_dict` that the run needs, but no second optimizer (a
+            TypeError): a step that only one of two has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
-
-    Raises:
-        UsageError: the backend is not gloo.
-        TypeError: an optimizer is among the others.
-        RuntimeError: the reducer has no virtual ranks. From `optimizer.step()`: its second in an
-            attempt.
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")

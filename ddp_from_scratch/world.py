@@ -24,7 +24,7 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
-from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
+from ddp_from_scratch.launch.rank_process import die_with_parent
 
 # Counts groups. All ranks open the same ones, so the number names a group on all of them.
 _opened = count()
@@ -34,19 +34,12 @@ _opened = count()
 class World(Placement):
     """This process among all that train together. As a context manager, closes the group on exit.
 
-    Attributes:
-        rank: number of this process, 0 to world_size - 1.
-        world_size: number of processes.
-        local_rank: number of this process on its machine; with nccl also the index of its GPU.
-        local_world_size: number of processes on this machine.
-        node_rank: number of this machine.
-        launcher: "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none".
-        backend: "gloo", "nccl" or "mpi".
-        device: where the model and its inputs belong.
+    `Placement` has its numbers: `rank`, `world_size`, `local_rank` (with nccl also the index of its
+    GPU), `local_world_size` and `node_rank`.
     """
 
-    backend: str
-    device: torch.device
+    backend: str  # "gloo", "nccl" or "mpi"
+    device: torch.device  # where the model and its inputs belong
 
     def __enter__(self) -> "World":
         _until_exit.clear()
@@ -69,21 +62,18 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         world = ddp.process_group("gloo")            # closed when Python exits
 
     Works under mpirun, torchrun and srun; without a launcher the world is this process alone. On
-    one machine the ranks meet through a private file or the loopback interface, and gloo and nccl
-    stay on loopback. After an exception let the process exit: the group stays open, except in a
-    world of one. A second call without `with` returns the same World while its group is open.
+    one machine gloo and nccl stay on loopback. After an exception let the process exit: the group
+    stays open, except in a world of one. A second call without `with` returns the same World while
+    its group is open.
 
     Args:
         backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several of them needs a
             group of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
         timeout: seconds that a collective, or the rendezvous at the start, may take.
 
-    Returns:
-        The `World`; `torch.distributed`'s default group is set until it is closed.
-
     Raises:
-        UsageError: an unknown backend, no GPU for nccl, no MPI for mpi, a launcher that does not
-            fit the backend, ranks that did not all arrive in time, a port that is taken.
+        UsageError: a backend that is unknown or cannot be used here, ranks that did not all arrive
+            in time, a port that is taken.
     """
     if backend not in BACKENDS:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -94,7 +84,6 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         if world.backend == backend and _is_open(group):
             return world
     die_with_parent()
-    write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
         placement, device = _meet_in_mpi(backend), torch.device("cpu")

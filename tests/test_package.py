@@ -104,25 +104,3 @@ def test_the_packages_page_shows_the_readmes_example_and_links_nowhere_relative(
     (example,) = re.findall(r"```python\n.*?```", page, re.DOTALL)
     assert example in (ROOT / "README.md").read_text()
     assert not re.findall(r"\]\((?!https://)", page)
-
-
-def test_the_lock_file_has_what_the_project_asks_for():
-    """Made again by `uv lock`, when a requirement changes."""
-    packages = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
-    locked = next(each for each in packages if each["name"] == "ddp-from-scratch")["metadata"]
-
-    def asked(name):
-        for each in PROJECT["dependency-groups"][name]:
-            yield from [each] if isinstance(each, str) else asked(each["include-group"])
-
-    def text(each):
-        extras = f"[{','.join(each['extras'])}]" if "extras" in each else ""
-        return each["name"] + extras + each.get("specifier", "")
-
-    groups = {
-        name: {text(each) for each in found} for name, found in locked["requires-dev"].items()
-    }
-    assert groups == {name: set(asked(name)) for name in groups}
-    assert groups.keys() == PROJECT["dependency-groups"].keys()
-    required = {text(each) for each in locked["requires-dist"] if "marker" not in each}
-    assert required == set(PROJECT["project"]["dependencies"])

@@ -15,15 +15,15 @@ Each rank has its own session, so the terminal's Ctrl-C reaches it once, through
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import TypeAlias
 
-from ddp_from_scratch.launch.fork_server import ForkServer, can_fork
-from ddp_from_scratch.launch.rank_process import write_line
+from ddp_from_scratch.launch.fork_server import ForkedRank, ForkServer, can_fork
+from ddp_from_scratch.launch.nodes import FarRank, Link, Nodes
+from ddp_from_scratch.launch.rank_process import say
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
@@ -32,23 +32,8 @@ _STOPPED_S = 5.0  # a rank of an elastic job counts as lost after SIGSTOP for th
 _GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
 
-class Child(Protocol):
-    """The part of `subprocess.Popen` that an agent needs; `pid` is None for a remote rank."""
-
-    @property
-    def pid(self) -> int | None: ...
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
-    def send_signal(self, number: int, /) -> None: ...
-
-
-class Peers(Protocol):
-    """The agents of the other machines. No method blocks for long."""
-
-    def failure(self) -> str | None: ...  # why another agent has stopped or is lost
-    def tell_failure(self, text: str) -> None: ...  # reports why this machine stops
-    def may_leave(self) -> bool: ...  # all ranks here exited with 0: have the other machines' too?
-    def close(self, code: int) -> None: ...  # this agent exits with `code`
+# A rank, or mpirun. `pid` is None for a rank on another machine.
+Child: TypeAlias = subprocess.Popen[bytes] | ForkedRank | FarRank
 
 
 class Agent:
@@ -68,7 +53,7 @@ class Agent:
         environment: Callable[[int], dict[str, str]],
         members: Iterable[int],
         preload: Sequence[str] = (),
-        peers: Peers | None = None,
+        peers: Nodes | Link | None = None,
     ) -> None:
         self._command, self._environment = list(command), environment
         self._at_start, self._preload, self._peers = members, preload, peers
@@ -198,7 +183,7 @@ class Agent:
         for child in self._children.values():
             child.wait()
         if self._server is not None:
-            self._server.close()
+            self._server.kill()
 
     def _await_end(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -241,8 +226,3 @@ def how_it_ended(code: int) -> str:
 def exit_code(code: int) -> int:
     """Converts an exit code of `subprocess` to a shell's."""
     return 128 - code if code < 0 else code
-
-
-def say(text: str) -> None:
-    """Prints a line to standard error."""
-    write_line(text, sys.stderr)

@@ -1,4 +1,4 @@
-"""The agent of an elastic job, which continues without lost ranks (docs/how-to/elastic.md).
+"""The agents of an elastic job, which continues without lost ranks (docs/how-to/elastic.md).
 
 Each process has a number that the job never reuses. The processes that train together form a
 *generation*. Only this agent announces generations: it knows which processes are alive, so a job
@@ -13,13 +13,15 @@ A process reads only the announcement; the agent alone reads every report.
 """
 
 import json
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_from_scratch.launch.agent import STOPS, Agent, exit_code, how_it_ended, say
-from ddp_from_scratch.launch.nodes import Nodes
+from ddp_from_scratch.launch.agent import STOPS, Agent, exit_code, how_it_ended
+from ddp_from_scratch.launch.nodes import EXCHANGE_S, LOST_S, Link, Nodes
+from ddp_from_scratch.launch.rank_process import say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -249,3 +251,65 @@ class ElasticAgent(Agent):
         self._generation = Generation(self._generation.number + 1, ordered, machines)
         self._announced_at = time.monotonic()
         self._store.announce(self._generation)
+
+
+class NodeAgent(Agent):
+    """The agent of an elastic job on a machine other than machine 0."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Callable[[int], dict[str, str]],
+        link: Link,
+        preload: Sequence[str] = (),
+    ) -> None:
+        super().__init__(command, environment, (), preload, link)
+        self._link, self._done = link, 0  # orders obeyed so far
+
+    def _watch(self) -> int:
+        """Obeys machine 0 until it ends the job; returns the exit code."""
+        cut_off = False
+        link = self._link
+        while True:
+            self._report()
+            if self._server_code() is not None and not self._received:
+                return self._failed(0, 1)
+            silence = time.monotonic() - link.heard
+            if link.is_closed or silence > link.timeout:
+                say("machine 0 no longer answers: all ranks here were stopped")
+                return 1
+            if silence > LOST_S and not cut_off:
+                say(f"machine 0 has not answered for {silence:.0f} s: ending the ranks here")
+                self._signal(signal.SIGKILL)
+            cut_off = silence > LOST_S
+            if self._ended_by:
+                return self._ended()
+            # Machine 0 forwards the first signal to all ranks.
+            if len(self._received) > (0 if cut_off else 1):
+                return self._stopped()
+            if link.job is not None and not cut_off:
+                if link.job["end"] is not None:
+                    return int(link.job["end"])
+                orders = link.job["orders"].get(str(link.ticket))
+                if orders is None:
+                    say("another command has taken this machine's place: its ranks were stopped")
+                    return 1
+                for kind, member, argument in orders[self._done :]:
+                    self._done += 1
+                    if kind == "start":
+                        self._start(member)
+                    elif self._children[member].poll() is None:
+                        self._children[member].send_signal(argument)
+            self._kill_stopped()
+            time.sleep(EXCHANGE_S / 2)
+
+    def _report(self) -> None:
+        codes = {member: child.poll() for member, child in self._children.items()}
+        # If the fork server is lost, machine 0 must not hear that its ranks are: it would replace
+        # them on this machine. It loses the whole machine instead, as if it were switched off.
+        if self._server_code() is None:
+            self._link.report |= {"codes": codes, "signals": list(self._received)}
+
+    def _end_all(self) -> None:
+        super()._end_all()
+        self._report()

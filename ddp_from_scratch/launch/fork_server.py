@@ -30,8 +30,6 @@ from ddp_from_scratch.launch.rank_process import die_with
 # torch's optimizers import this at their first call; it takes as long as importing torch.
 OPTIMIZERS = "torch._dynamo"
 
-_PATIENCE_S = 0.5  # for the server to exit by itself
-
 # The server imports this package from the caller's path and removes that path for its ranks.
 _PACKAGES = str(Path(__file__).parents[2])
 _SERVE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import serve; serve()"
@@ -97,22 +95,15 @@ class ForkServer:
                 if rank.returncode is None:
                     rank.returncode = self.returncode
 
-    def close(self) -> None:
-        """Ends the server after its ranks have ended. Idempotent."""
-        self._connection.close()
-        # The server exits at once, unless it is still importing.
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_PATIENCE_S)
-        self.kill()
-
     def kill(self) -> None:
+        """Ends the server, and with it the ranks that still run. Idempotent."""
         self._process.kill()
         self._process.wait()
         self._connection.close()
 
 
 class ForkedRank:
-    """A forked rank, as an `agent.Child`."""
+    """A forked rank, with the part of `subprocess.Popen` that an agent needs."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
@@ -180,10 +171,6 @@ def _serve(connection: Connection) -> list[str]:
             try:
                 index, command, environ = connection.recv()
             except EOFError:
-                # Reaping the ranks adds their CPU time to this process's, and so to the caller's.
-                with suppress(ChildProcessError):
-                    while os.waitpid(-1, os.WNOHANG)[0]:
-                        pass
                 os._exit(0)
             server = os.getpid()
             pid = os.fork()

@@ -1,4 +1,4 @@
-"""Machine 0's view of the agents of other machines (`node_agent.py`).
+"""The messages between machine 0's agent (`Nodes`) and those of other machines (`Link`).
 
     machine 0                      through its store                    machine 1
             <-- "arrival 1": who it is; "answer 1": "" or why not --->  arrive
@@ -16,11 +16,13 @@ others end their ranks, so two halves of a job never both continue.
 
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ddp_from_scratch.launch.agent import say
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.rank_process import say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,7 +49,7 @@ class Node:
 
 
 class FarRank:
-    """A rank on another machine, as an `agent.Child`."""
+    """A rank on another machine."""
 
     def __init__(self, node: Node, member: int, exchange: Callable[[], None]) -> None:
         self._node, self._member, self._exchange = node, member, exchange
@@ -74,7 +76,6 @@ class FarRank:
 class Nodes:
     """Machine 0's view of the other machines, through a store that all of them reach.
 
-    `counts` has the number of ranks on each machine, and `asked` the options that must be the same.
     In `timeout` seconds a machine must arrive (elastic jobs) or answer (other jobs).
     """
 
@@ -98,7 +99,7 @@ class Nodes:
         self._end: int | None = None
         self._exchanged = 0.0
 
-    # As `agent.Peers` -----------------------------------------------------------------------------
+    # For every agent ------------------------------------------------------------------------------
 
     def failure(self) -> str | None:
         self.exchange()
@@ -175,7 +176,6 @@ class Nodes:
         drawn = self._store.add("tickets", 0)
         self._waiting |= dict.fromkeys(range(self._drawn + 1, drawn + 1), now)
         self._drawn = drawn
-        answers: dict[int, str] = {}
         for ticket, since in list(self._waiting.items()):
             # An agent that was stopped between the two calls in `arrive` leaves only a ticket.
             if self._store.check([f"arrival {ticket}"]):
@@ -183,12 +183,9 @@ class Nodes:
                 answer = self._answer(ticket, arrival, now, since, start if most else None)
                 if answer is not None:
                     del self._waiting[ticket]
-                    answers[ticket] = answer
-        if answers:
-            # Written before the answers: an admitted agent looks there for its orders.
-            self._write()
-        for ticket, text in answers.items():
-            self._store.set(f"answer {ticket}", text)
+                    # Before the answer: an admitted agent looks there for its orders.
+                    self._write()
+                    self._store.set(f"answer {ticket}", answer)
         return late
 
     def _answer(
@@ -210,9 +207,7 @@ class Nodes:
                 self._failure = self._failure or f"machine {number}: {there}"
             return refusal
         if number > (there_are := len(self._counts)):
-            # The machine before it may still arrive.
-            text = f"--node-rank is {number}, and the next machine that comes is {there_are}"
-            return text if is_late else None
+            return f"--node-rank is {number}, and the next machine that comes is {there_are}"
         if node is not None and not node.lost:
             if node.ticket is not None:
                 # An agent that restarts at once is not lost yet.
@@ -237,18 +232,16 @@ class Nodes:
         if elastic != self._elastic:
             here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
-        node, there_are = self._nodes.get(number), len(self._counts)
+        there_are = len(self._counts)
         # In an elastic job a new machine appends its own count to the list; one that rejoins may
         # not know the counts of machines that came after it.
         expected = self._counts + list(counts[there_are : number + 1] if elastic else ())
         if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))
             return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
-        if node is None or node.ticket is not None or node.lost:
-            # At the start the ranks compare these options themselves, and end together.
-            for name, value in self._asked.items():
-                if asked.get(name) != value:
-                    return f"{name} is {asked.get(name)} here and {value} on machine 0"
+        for name, value in self._asked.items():
+            if asked.get(name) != value:
+                return f"{name} is {asked.get(name)} here and {value} on machine 0"
         return None
 
     def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
@@ -289,3 +282,80 @@ class Nodes:
 def no_answer(machine: int, silence: float) -> str:
     """Returns the message of a job that has lost a machine."""
     return f"lost the other ranks: machine {machine} has not answered for {silence:.0f} s"
+
+
+# On the other machines ----------------------------------------------------------------------------
+
+
+def arrive(
+    store: "dist.Store", node: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
+) -> int:
+    """Asks machine 0 to admit this machine; returns the ticket of this agent."""
+    arrival = {"node": node, "counts": list(counts), "elastic": elastic, "asked": dict(asked)}
+    try:
+        ticket: int = store.add("tickets", 1)
+        store.set(f"arrival {ticket}", json.dumps(arrival))
+        while not store.check([f"answer {ticket}"]):
+            time.sleep(EXCHANGE_S)
+        text = store.get(f"answer {ticket}").decode()
+    except RuntimeError:  # the store is gone
+        text = "the job ended before machine 0 let this machine in"
+    if text:
+        raise UsageError(text)
+    return ticket
+
+
+class Link:
+    """Exchanges reports and orders with machine 0, in a thread: a call to a lost store blocks."""
+
+    def __init__(self, store: "dist.Store", ticket: int, timeout: float) -> None:
+        self.ticket, self.timeout, self._store = ticket, timeout, store
+        self.job: dict[str, Any] | None = None  # the last job state that machine 0 has written
+        self.report: dict[str, Any] = {"codes": {}, "signals": [], "failure": None, "ended": False}
+        self.heard = time.monotonic()  # the time of machine 0's last heartbeat
+        self.is_closed = False  # True once machine 0's store is gone
+        self._last = False
+        self._thread = threading.Thread(target=self._talk, daemon=True)
+        self._thread.start()
+
+    def failure(self) -> str | None:
+        reason: str | None = None if self.job is None else self.job["failure"]
+        silence = time.monotonic() - self.heard
+        if reason is None and self.is_closed and not self.report["ended"]:
+            reason = "machine 0 no longer answers"
+        elif reason is None and silence > self.timeout:
+            reason = no_answer(0, silence)
+        self.report["ended"] |= reason is not None
+        return reason
+
+    def tell_failure(self, text: str) -> None:
+        self.report["failure"] = text  # sent with the next report
+
+    def may_leave(self) -> bool:
+        self.report["ended"] = True
+        return self.is_closed or (self.job is not None and self.job["end"] is not None)
+
+    def close(self, code: int) -> None:
+        self.report["ended"] = self._last = True
+        self._thread.join(1.0)
+
+    def _talk(self) -> None:
+        beat = 0
+        while True:
+            last = self._last
+            try:
+                beat += 1
+                report = self.report | {"beat": beat, "left": last}
+                self._store.set(f"report {self.ticket}", json.dumps(report))
+                # The reply confirms that the report has arrived.
+                if self._store.check(["job"]) and not last:
+                    job = json.loads(self._store.get("job"))
+                    if self.job is None or job["beat"] != self.job["beat"]:
+                        self.heard = time.monotonic()
+                    self.job = job
+            except RuntimeError:  # machine 0's store is gone
+                self.is_closed = True
+                return
+            if last:
+                return
+            time.sleep(EXCHANGE_S)

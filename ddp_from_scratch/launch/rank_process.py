@@ -37,18 +37,6 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_to_terminal() -> None:
-    """Connects the output of a rank of `start_mpirun` to its terminal. Otherwise a no-op."""
-    # mpirun buffers whole lines, and a progress bar never ends its line.
-    for stream in (1, 2):
-        path = os.environ.get(f"{environment.TERMINAL}{stream}")
-        if path is not None:
-            with suppress(OSError):
-                terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
-                os.dup2(terminal, stream)
-                os.close(terminal)
-
-
 def run_to_exit(main: Callable[[], int]) -> NoReturn:
     """Calls `main` and exits with the code that it returns.
 
@@ -79,7 +67,9 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         code = end.code if isinstance(end.code, int) else 1
     except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
         if is_communication_error(error):
-            _wait_to_be_stopped()
+            # The failed peer reports the error, and its launcher stops this process meanwhile. If
+            # all ranks notice at once (a timeout), the lowest rank reports first.
+            time.sleep(2.0 + 0.2 * min(_place()[0], 10))
             first = next(iter(str(error).splitlines()), type(error).__name__)
             _say(f"error: rank {_place()[0]} lost the other ranks: {first}")
         elif _is_of_backend(error):
@@ -144,12 +134,6 @@ def _distributed() -> Any:
     return sys.modules.get("torch.distributed")
 
 
-def _wait_to_be_stopped() -> None:
-    # The failed peer reports the error, and its launcher stops this process meanwhile. If all ranks
-    # notice at once (a timeout), the lowest rank reports first.
-    time.sleep(2.0 + 0.2 * min(_place()[0], 10))
-
-
 def _place() -> tuple[int, int]:
     """Returns this rank and the size of its group; before there is a group, the size is 1."""
     dist = _distributed()
@@ -168,20 +152,12 @@ def _printable(text: str) -> str:
 def _say(text: str) -> None:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     text = text.rstrip("\n")
-    write_line(f"\033[31m{text}\033[0m" if colour else text, sys.stderr)
+    say(f"\033[31m{text}\033[0m" if colour else text)
 
 
-# Standard streams that are closed, full, or pipes without a reader --------------------------------
-
-
-def replace_closed_streams() -> None:
-    """Opens /dev/null for each closed standard stream (`>&-`)."""
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:
-            # /dev/null gets the stream's file descriptor, or the next file would, with all output.
-            stream = open(os.devnull, "r+")  # noqa: SIM115
-            os.set_inheritable(stream.fileno(), True)
-            setattr(sys, name, stream)
+def say(text: str) -> None:
+    """Prints a line to standard error."""
+    write_line(text, sys.stderr)
 
 
 def write_line(text: str, stream: TextIO) -> None:

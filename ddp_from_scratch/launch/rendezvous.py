@@ -12,7 +12,6 @@ after that is neither encrypted nor signed.
 import errno
 import hashlib
 import hmac
-import ipaddress
 import os
 import secrets
 import socket
@@ -32,15 +31,11 @@ from ddp_from_scratch.launch.rank_process import write_line
 SECRET = "DDP_SECRET"
 _LEAST_SECRET = 16  # characters
 
-_RETRY_S = 0.2  # between two attempts to reach machine 0
-# For each address of machine 0 to answer, before the next one is tried.
-_ATTEMPT_S = 5.0
-
-_GREETING = b"ddp_from_scratch rendezvous 1\n"
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
+_RETRY_S = 0.2  # between two attempts to reach machine 0, or to accept a connection
+_ATTEMPT_S = 5.0  # for an address of machine 0 to answer, before the next one is tried
 _PATIENCE_S = 10.0  # for a client's proof
-_PAUSE_S = 0.2  # between a failed `accept` and the next
+_GREETING = b"ddp_from_scratch rendezvous 1\n"
+_NONCE_BYTES = _PROOF_BYTES = 32
 
 
 class Rendezvous:
@@ -48,14 +43,14 @@ class Rendezvous:
 
     def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
         # May fail, so a new secret is printed only afterwards.
-        outside = _listen(addr, port) if node_rank == 0 else []
+        outside = _listen(addr, port) if node_rank == 0 else None
         secret = _secret(node_rank, addr, port)
         if node_rank > 0:
             answers = _await_answer(addr, port, secret, timeout)
         # Where machine 0's store listens; on the others, what their agents forward to its gate.
         inside = socket.create_server(("127.0.0.1", 0))
         local: int = inside.getsockname()[1]
-        self._listeners = outside or [inside]
+        self._listener = outside or inside
 
         def onward(visitor: socket.socket) -> socket.socket:
             if node_rank == 0:
@@ -65,8 +60,7 @@ class Rendezvous:
             prove(connection, secret, time.monotonic() + timeout)
             return connection
 
-        for listener in self._listeners:
-            forward(listener, onward)
+        forward(self._listener, onward)
         self.store = dist.TCPStore(
             "127.0.0.1",
             local,
@@ -85,12 +79,11 @@ class Rendezvous:
         }
 
     def close(self) -> None:
-        """Closes the listeners. Idempotent."""
-        for listener in self._listeners:
-            # Wakes the thread in `accept`, which would keep the socket open.
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-            listener.close()
+        """Closes the listener. Idempotent."""
+        # Wakes the thread in `accept`, which would keep the socket open.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
 
 
 def _secret(node_rank: int, addr: str, port: int) -> bytes:
@@ -116,24 +109,15 @@ def _secret(node_rank: int, addr: str, port: int) -> bytes:
     return secret.encode()
 
 
-def _listen(addr: str, port: int) -> list[socket.socket]:
+def _listen(addr: str, port: int) -> socket.socket:
     not_here = f"--master-addr must be an address of machine 0, which this is, got {addr}"
     try:
         found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         raise UsageError(f"{not_here}, an unknown name") from None
-    # Debian maps a machine's own name to 127.0.1.1, which no other machine can reach.
-    hosts = [str(address[0]) for *_, address in found]
-    on_purpose = addr in hosts or "localhost" in addr
-    if not on_purpose and all(ipaddress.ip_address(host).is_loopback for host in hosts):
-        raise UsageError(
-            f"--master-addr {addr} is {hosts[0]} on this machine: give the address that the other "
-            f"machines use"
-        )
-    listeners = []
-    for family, address in dict.fromkeys((family, address) for family, *_, address in found):
+    for family, *_, address in found:
         try:
-            listeners.append(socket.create_server(address, family=family))
+            return socket.create_server(address, family=family)
         except OSError as error:
             # The address is another machine's, or its family is off here; the next may work.
             if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
@@ -143,9 +127,7 @@ def _listen(addr: str, port: int) -> list[socket.socket]:
                 f"port {port} {problem} on machine 0: choose another with --master-port, on every "
                 f"machine"
             ) from error
-    if not listeners:
-        raise UsageError(not_here)
-    return listeners
+    raise UsageError(not_here)
 
 
 def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[str, int]:
@@ -185,11 +167,8 @@ def prove(connection: socket.socket, secret: bytes, end: float) -> None:
     """Proves to machine 0 that this side knows the secret, and verifies that machine 0 does."""
     mine = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_GREETING + mine)
-    greeting = _receive(connection, len(_GREETING), end)
-    if greeting != _GREETING:
-        lines = greeting.decode("ascii", "backslashreplace").splitlines()
-        answer = f"said {lines[0]!r}" if lines else "hung up"
-        raise StrangerError(f"something else listens there (it {answer})")
+    if _receive(connection, len(_GREETING), end) != _GREETING:
+        raise StrangerError("something else listens there")
     both = mine + _receive(connection, _NONCE_BYTES, end)
     connection.sendall(_proof(secret, b"machine", both))
     proof = _receive(connection, _PROOF_BYTES, end)
@@ -223,7 +202,7 @@ def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.so
                 connection, _ = listener.accept()
             except OSError:
                 # A closed listener ends the loop; the pause keeps other errors from spinning.
-                time.sleep(_PAUSE_S)
+                time.sleep(_RETRY_S)
                 continue
             _start(_join, connection, onward)
 

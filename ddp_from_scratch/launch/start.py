@@ -1,20 +1,16 @@
 """Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
 import ctypes
-import fcntl
-import inspect
 import os
 import pickle
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -22,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.agent import Agent, Child, say
-from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore
+from ddp_from_scratch.launch.agent import Agent, Child
+from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
-from ddp_from_scratch.launch.node_agent import Link, NodeAgent, arrive
-from ddp_from_scratch.launch.nodes import Nodes
-from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG, run_to_exit
+from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
+from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG, run_to_exit, say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -51,32 +46,29 @@ def start_ranks(
 ) -> int:
     """Runs a command or a function once for each rank of this machine; waits for all of them.
 
-    On one machine the ranks meet through a file that only this user can read, in a folder that is
-    removed at the end; no port is opened. On several, machine 0 listens on `master_port` of
-    `master_addr` only, and accepts machines that know the job's secret. Set DDP_SECRET on all of
-    them, or copy the one that machine 0 prints.
+    On one machine the ranks meet through a private file, and no port is opened. On several, machine
+    0 listens on `master_port` of `master_addr` only, and accepts machines that know the job's
+    secret. Set DDP_SECRET on all of them, or copy the one that machine 0 prints.
 
     On Linux, ranks of `[sys.executable, "program.py", ...]`, or with -m or -c in place of the file,
     are forked from a process that has imported torch; any other command is executed.
 
     The first rank that fails ends all others, on every machine. With `max_restarts` the others
-    continue (`ddp.elastic`) and a new process replaces the failed one. Ctrl-C, SIGTERM, SIGUSR1 and
-    SIGHUP reach the ranks as SIGTERM, and they stop together; a second Ctrl-C or SIGTERM kills
-    them. SIGQUIT and SIGUSR2 end all ranks. SIGHUP stays ignored if it was before (nohup).
+    continue (`ddp.elastic`) and a new process replaces the failed one. `agent.py` has a table of
+    signals.
 
     Args:
         command: a program and its arguments; each rank gets torchrun's variables. Or a function
-            without arguments (`functools.partial` binds some), which may be from a notebook. It
-            runs in new processes on copies of what it uses, and its result is dropped. If it raises
-            a UsageError, that prints as one line and ends all ranks with code 2.
+            without arguments, which may be from a notebook. It runs in new processes on copies of
+            what it uses, and its result is dropped. A UsageError in it prints as one line.
         counts: number of processes on each machine.
         node_rank: this machine's position in `counts`.
         master_addr: an address of machine 0 that the others can reach.
         master_port: the port that machine 0 listens on.
         timeout: seconds to wait for the other machines, and later for their heartbeats.
         preload: modules to import once, before ranks are forked.
-        max_restarts: how many failed processes may be replaced (`elastic.py`), for programs that
-            use `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
+        max_restarts: how many failed processes may be replaced, for programs that use
+            `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
         asked: options, by name, that must match on a machine that joins or rejoins.
 
     Returns:
@@ -84,10 +76,8 @@ def start_ranks(
         that failed (128 + N if signal N killed it).
 
     Raises:
-        UsageError: the port is taken; machine 0 does not answer or refuses this machine; the
-            machines have different counts or secrets; a machine has no process; `max_restarts` is
-            out of range; the function cannot be sent (see `_command_of`); or this is not the main
-            thread.
+        UsageError: the machines do not meet; a value is out of range; the function cannot be sent;
+            or this is not the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
@@ -102,7 +92,8 @@ def start_ranks(
     nodes: Nodes | None = None
     link: Link | None = None
     with ExitStack() as stack:
-        folder = stack.enter_context(_run_folder())
+        # Only this user can read it.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
         if callable(command):
             command = _command_of(command, folder)
         common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
@@ -143,12 +134,8 @@ def start_ranks(
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     """Runs `mpirun -n NPROC COMMAND` on this machine; returns its exit code."""
-    environment.require_loopback()
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
-    for stream in (1, 2):
-        if os.isatty(stream):
-            defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
     return _MpirunAgent(full, lambda _: defaults | os.environ, range(1)).run()
 
@@ -185,11 +172,6 @@ def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
     while isinstance(inner, partial):
         inner = inner.func
     name = getattr(inner, "__name__", type(inner).__name__)
-    if inspect.isgeneratorfunction(inner) or inspect.iscoroutinefunction(inner):
-        raise UsageError(
-            f"start_ranks({name}): a call of a generator or coroutine function does not run it; "
-            f"call it in a function that uses what it yields, or asyncio.run"
-        )
     try:
         from cloudpickle import dumps
     except ImportError:
@@ -216,38 +198,8 @@ def call(written: bytes) -> None:
     try:
         pickle.loads(written)()
     except UsageError as error:
-        told = error
-
-        def fail() -> NoReturn:
-            raise told
-
-        run_to_exit(fail)
+        run_to_exit(partial(_raise, error))
 
 
-# A private folder for the files of a run ----------------------------------------------------------
-
-_PREFIX = "ddp-run-"
-_NEW_S = 60.0  # a younger folder may not be locked yet
-
-
-@contextmanager
-def _run_folder() -> Iterator[Path]:
-    """Makes a folder that is removed at the end, and removes those of killed runs."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, or in use
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found = os.fstat(lock)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
-                    shutil.rmtree(left)
-            finally:
-                os.close(lock)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
-        lock = os.open(name, os.O_RDONLY)
-        try:
-            # The kernel drops the lock when this process ends.
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield Path(name)
-        finally:
-            os.close(lock)
+def _raise(error: Exception) -> NoReturn:
+    raise error

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 import re
-import socket
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -85,46 +84,30 @@ def _digest(file: BinaryIO, size: int) -> bytes:
     return digest.hexdigest().encode()
 
 
-def _lock(folder: Path) -> TextIO | None:
+def _lock(folder: Path) -> TextIO:
     """Locks a folder until the file is closed or this process ends."""
-    # The lock is the `flock`, not the file, which stays. Append mode keeps the holder's text.
-    path, flags = folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_APPEND
-    try:
-        # A symbolic link could lead to any file of the user's, and would empty it.
-        file = os.fdopen(os.open(path, flags | os.O_NOFOLLOW, 0o666), "a+")
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise UsageError(
-            f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
-        ) from error
+    # The lock is the `flock`, not the file, which stays, and to which nothing is written: it may be
+    # a symbolic link to any file of the user's.
+    file = (folder / LOCK_FILE).open("a")
     try:
         # On NFS it holds between machines, unless mounted with `nolock` or `local_lock=flock`.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        file.seek(0)
-        holder = " ".join(file.read(200).split()) or "another process"
-        file.close()
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            return None
-        raise UsageError(
-            f"--checkpoint-dir {folder} is in use by another run ({holder}): give this one "
-            f"another folder, or wait until that one has ended"
-        ) from error
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+        # Any other error: a file system without locks.
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            file.close()
+            raise UsageError(
+                f"--checkpoint-dir {folder} is in use by another run: give this one another "
+                f"folder, or wait until that one has ended"
+            ) from error
     return file
 
 
-def prepare_folder(folder: Path, *, resume: str | None) -> TextIO | None:
-    """Makes the folder, locks it and tests that it is writable, before hours of work depend on it.
+def prepare_folder(folder: Path, *, resume: str | None) -> TextIO:
+    """Makes the folder, tests that it is writable, and locks it; returns the file of the lock.
 
-    Returns the file that holds the lock; None if the file system has no locks.
-
-    Raises:
-        UsageError: it cannot be written to; another run holds it; or it has the checkpoints of a
-            run that this one does not continue, and would remove.
+    A UsageError where another run holds it, or where it has the checkpoints of a run that this one
+    does not continue, and would remove.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,10 +134,8 @@ def prepare_folder(folder: Path, *, resume: str | None) -> TextIO | None:
 def load(path: Path) -> State:
     """Reads a checkpoint to the CPU; unpickles nothing but plain values and tensors.
 
-    Raises:
-        UnreadableError: the file is truncated, damaged, not a checkpoint of this program, or has
-            contents that no run writes.
-        UsageError: the file is missing, the system cannot read it, or it has a newer version.
+    A file that the system cannot read, or of a newer version, is another UsageError than an
+    UnreadableError: it may be whole.
     """
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     try:
@@ -203,11 +184,9 @@ def _number(path: Path) -> int:
 
 
 def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
-    """Loads the newest intact checkpoint; also returns a message for each newer one.
+    """Loads the newest whole checkpoint, if any; also returns a message for each newer one.
 
-    Renames the newer ones to `.unreadable`. Returns None if the folder has no checkpoint. Raises a
-    UsageError if none is intact, or if one cannot be read by the system or has a newer version:
-    that one may be intact, and stays.
+    Renames the newer ones to `.unreadable`. A UsageError if none is whole, or if one may be.
     """
     unreadable: dict[Path, str] = {}
     for path in files(folder):

@@ -1,7 +1,6 @@
 """Parses the command line of `run.py` and checks that its options fit together."""
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -19,16 +18,6 @@ _OF_TEST = {
 
 class _Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises a mistake as a UsageError of one line."""
-
-    def parse_args(self, *given: Any, **options: Any) -> Any:
-        found, unknown = self.parse_known_args(*given, **options)
-        if unknown:
-            name, known = unknown[0].partition("=")[0], list(self._option_string_actions)
-            like = [option for option in known if option.startswith(name)]
-            like += difflib.get_close_matches(name, known, 1, 0.7)
-            advice = f"did you mean {like[0]}? Otherwise " if like else ""
-            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; {advice}see --help")
-        return found
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see --help")
@@ -78,9 +67,6 @@ def parse(
 ) -> tuple[Settings, Command]:
     """Parses a command line; a UsageError for options that are wrong or do not go together."""
     given = vars(make_parser(about, program).parse_args(arguments))
-    for name, value in given.items():
-        if value == []:  # what argparse makes of --epochs=--
-            raise UsageError(f"argument {option_of(name)}: expected one argument; see --help")
     of_command, of_settings = (
         {one.name: given[one.name] for one in fields(kind) if one.name in given}
         for kind in (Command, Settings)

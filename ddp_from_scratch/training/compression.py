@@ -8,11 +8,11 @@ import torch.distributed as dist
 from ddp_from_scratch import comm_hooks
 from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.training.coordination import of_rank_0
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 
 _HOOKS = {"bf16": comm_hooks.bf16_compress_hook, "fp16": comm_hooks.fp16_compress_hook}
-Errors = dict[str, torch.Tensor]
 
 
 class Compression:
@@ -66,12 +66,12 @@ class Compression:
             if saved is not None:
                 report.warning("what PowerSGD left out of earlier averages is dropped")
             return
-        shared: list[Any] = [None]
-        errors: list[Errors] | None = None
+        shared = of_rank_0(saved and saved | {"errors": None}, self._group)
+        if shared is None:
+            return
+        errors: list[dict[str, torch.Tensor]] | None = None
         if saved is not None:
-            errors = saved["errors"]
-            shared = [saved | {"errors": None}]
-            world_size = dist.get_world_size(self._group)
+            errors, world_size = saved["errors"], dist.get_world_size(self._group)
             if len(errors) != world_size:
                 # Averages depend only on the mean.
                 report.warning(
@@ -80,22 +80,9 @@ class Compression:
                 )
                 mean = {n: torch.stack([e[n] for e in errors]).mean(0) for n in errors[0]}
                 errors = [mean] * world_size
-        dist.broadcast_object_list(shared, group_src=0, group=self._group)
-        if shared[0] is None:
-            return
         # Each rank gets only its own errors: all of them are as large as all ranks' gradients.
         mine: list[Any] = [None]
         dist.scatter_object_list(mine, errors, 0, self._group)
-        self._power_sgd.load_state_dict(self._reducer.module, shared[0] | {"errors": mine[0]})
-        self._loss_scale = shared[0]["loss_scale"]
+        self._power_sgd.load_state_dict(self._reducer.module, shared | {"errors": mine[0]})
+        self._loss_scale = shared["loss_scale"]
         self.follow(scaler)
-
-    def summary(self) -> str | None:
-        """Reports the share of the gradients that this rank has sent; None without PowerSGD."""
-        state = self._power_sgd
-        if state is None or state.of == 0:
-            return None
-        return (
-            f"powersgd of rank {state.rank} sent {state.sent / state.of:.1%} of the gradients' "
-            f"elements, from average {state.start + 1} on"
-        )

@@ -3,14 +3,14 @@
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,6 @@ from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world import World
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -54,15 +52,11 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     raise PeerError(f"rank {rank}: {texts[rank]}")
 
 
-def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """Calls `read` on rank 0 and gives every rank the result or the UsageError. Collective."""
-    found: list[Any] = [None]
-    with together(group):
-        if dist.get_rank(group) == 0:
-            found = [read()]
+def of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """Returns rank 0's value on every rank. Collective."""
+    found = [value]
     dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
-    value: T = found[0]
-    return value
+    return found[0]
 
 
 # The same start on all ranks ----------------------------------------------------------------------
@@ -71,8 +65,7 @@ def on_rank_zero(read: Callable[[], T], group: dist.ProcessGroup | None) -> T:
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
     """Compares the options of all ranks; sets the threads, determinism and seeds of this process.
 
-    `asked` holds further values, by name, that must be the same on all ranks. A UsageError on every
-    rank says what differs. Returns a group for CPU tensors.
+    `asked` holds further values, by name, to compare. Returns a group for CPU tensors.
     """
     group: Any = dist.group.WORLD
     if world.backend == "nccl":
@@ -80,7 +73,8 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
         timeout = timedelta(seconds=settings.timeout)
         group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
-    require_alike(settings, group, asked)
+    # `asked` comes first in the message and overrides options of the same name.
+    _require_same(versions() | asked | settings.to_compare() | asked, group)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
         # Without it cuBLAS is not deterministic.
@@ -93,34 +87,16 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
     return group
 
 
-def require_alike(
-    settings: Settings, group: dist.ProcessGroup | None, asked: Mapping[str, str]
-) -> None:
-    """Raises on every rank if versions, options or the values in `asked` differ. Collective."""
-    # `asked` comes first in the message and overrides options of the same name.
-    _require_same(versions() | dict(asked) | settings.to_compare() | dict(asked), group)
-
-
 def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
-    """Raises on every rank if the values differ, and names those that do. Collective."""
+    """Raises on every rank if values differ from rank 0's, and names the first. Collective."""
     everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, dict(asked), group=group)
-    text = differences(everyone)
-    if text is not None:
-        raise UsageError(text) if dist.get_rank(group) == 0 else PeerError(text)
-
-
-def differences(asked: Sequence[Mapping[str, str]]) -> str | None:
-    """Describes on one line the values that differ from rank 0's; None if there are none."""
-    found = []
-    for name, value in asked[0].items():
-        rank = next((r for r, theirs in enumerate(asked) if theirs.get(name) != value), None)
-        if rank is not None:
-            found.append(f"{name} is {value} on rank 0 and {asked[rank].get(name)} on rank {rank}")
-    if not found:
-        return None
-    they = "they" if len(found) > 1 else "it"
-    return f"{'; '.join(found)}: {they} must be the same on all ranks"
+    for name, value in everyone[0].items():
+        for rank, theirs in enumerate(everyone):
+            if theirs.get(name) != value:
+                text = f"{name} is {value} on rank 0 and {theirs.get(name)} on rank {rank}"
+                error = PeerError if dist.get_rank(group) else UsageError
+                raise error(f"{text}: it must be the same on all ranks")
 
 
 @cache
@@ -142,10 +118,7 @@ def versions() -> dict[str, str]:
 def open_dataset(
     name: str, settings: Settings, world: World, group: dist.ProcessGroup | None
 ) -> ImageData:
-    """Opens the dataset. With `--download`, the first rank of each machine fetches it first.
-
-    Raises on every rank, as `load_dataset` does, or if the ranks' images differ.
-    """
+    """Opens the dataset and compares it. The first rank of each machine downloads it first."""
     with together(group):
         if settings.download and world.local_rank == 0:
             load_dataset(name, settings.data_dir, download=True)
@@ -164,8 +137,7 @@ class StopSignal:
 
     A launcher's signal reaches ranks at different steps. So in each step the ranks exchange whether
     one has arrived: `ask` starts the exchange before the step, `answer` ends it after. Two other
-    numbers travel along. `group` takes CPU tensors (None: the default group). Inside the `with`
-    block a second signal ends the process at once.
+    numbers travel along. Inside the `with` block a second signal ends the process at once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -4,7 +4,6 @@ No dataset uses random augmentation: image i is always the same tensor, so a res
 uninterrupted one bit for bit.
 """
 
-import socket
 import zlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
@@ -54,10 +53,6 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
 
     `data_dir` has torchvision's layout; digits and fake do not use it. `download` fetches missing
     files: one rank of a machine calls with True first, then the others with False.
-
-    Raises:
-        UsageError: an unknown name; files that are missing, unreadable, truncated or corrupt; a
-            download that failed.
     """
     if name not in DATASETS:
         raise UsageError(f"unknown dataset {name!r}: expected one of {', '.join(DATASETS)}")
@@ -130,7 +125,6 @@ _TORCHVISION: dict[str, tuple[str, int, int, tuple[float, ...], tuple[float, ...
     "fashion-mnist": ("FashionMNIST", 1, 28, (0.2860,), (0.3530,)),
     "cifar10": ("CIFAR10", 3, 32, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 }
-_NETWORK_TIMEOUT_S = 30.0
 
 
 def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
@@ -143,8 +137,6 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
     transform = Compose([ToTensor(), Normalize(mean, std)])
     reader = partial(getattr(datasets, reader_name), root, transform=transform)
     if download:
-        before = socket.getdefaulttimeout()
-        socket.setdefaulttimeout(_NETWORK_TIMEOUT_S)  # torchvision sets none
         try:
             reader(download=True)  # a single archive, or those of both parts
         except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: a wrong md5
@@ -152,14 +144,8 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
                 f"cannot download {name} to {root}: {one_line(error)}; check the network and the "
                 "folder, or copy the files there from another machine"
             ) from error
-        finally:
-            socket.setdefaulttimeout(before)
     try:
         train, test = reader(train=True), reader(train=False)
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {name}: {error.filename}: {one_line(error)}; check its permissions"
-        ) from error
     except Exception as error:  # damaged data may raise anything
         if "not found" in str(error):  # torchvision's text, for CIFAR-10 also at a wrong md5
             raise UsageError(
@@ -167,7 +153,7 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
                 f"--data-dir with the folder that holds it"
             ) from error
         raise UsageError(
-            f"{name}'s images are truncated or corrupt ({one_line(error)}) in {root}; delete them "
-            f"and pass --download to fetch them again"
+            f"cannot read {name} in {root} ({one_line(error)}); delete what is truncated or "
+            f"corrupt there, and pass --download to fetch it again"
         ) from error
     return ImageData(train, test, channels, image_size)

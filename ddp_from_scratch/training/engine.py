@@ -1,9 +1,10 @@
 """Makes what a rank trains with (data, model, Reducer, optimizer); saves and restores it."""
 
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +21,9 @@ from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import (
     LossWatch,
-    on_rank_zero,
+    of_rank_0,
     open_dataset,
     prepare_process,
-    require_alike,
     together,
 )
 from ddp_from_scratch.training.loaders import RankData
@@ -35,7 +35,7 @@ from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world import World
 
-_ASKED = {"the command": "train"}
+T = TypeVar("T")
 
 
 class Engine:
@@ -45,14 +45,12 @@ class Engine:
     2. Model: built in the same way on every rank, then made equal to rank 0's.
     3. Start: from the beginning, or from a checkpoint.
     4. Engine: the Reducer, which averages gradients, and the optimizer.
-
-    A missing dataset or the like raises a UsageError on every rank.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
         self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
-        group = prepare_process(settings, world, _ASKED)
+        group = prepare_process(settings, world, {"the command": "train"})
         # For CPU tensors. None is the default group, which --elastic replaces.
         self.group = group if world.backend == "nccl" else None
         self.images = open_dataset(settings.dataset, settings, world, self.group)
@@ -74,7 +72,7 @@ class Engine:
             if not self.membership.elastic:
                 self._open_outputs()
         # 3. Start
-        state, compressed = self._begin()
+        state, compressed = self._until_met(self._begin)
         # 4. Engine
         self._make_engine(state)
         # This epoch's sums, as in `_count`: of this rank, or with --elastic of all ranks, since a
@@ -99,31 +97,21 @@ class Engine:
 
         A rank that joins a run gets another rank's state; otherwise it is that of a checkpoint.
         """
-        while True:
-            try:
-                if self.membership.elastic and (state := self._meet()) is not None:
-                    return state, None
-                broadcast_parameters(self.model)
-                # From here on each rank draws its own random numbers: the models are equal by now.
-                if self.settings.virtual_ranks is None:
-                    seed_generators(self.settings.seed + self.world.rank)
-                return self._find_checkpoint()
-            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
-                self._lose(error)
-
-    def _find_checkpoint(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
-        settings, compressed = self.settings, None
-
-        def read() -> checkpoint.State | None:
-            nonlocal compressed
-            spec, model, report = self.data.model_spec, self.model, self.report
-            state = checkpoint.find_checkpoint(settings, spec, model, report)
-            # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
-            if state is not None:
-                compressed = state.pop("compression", None)
-            return state
-
-        state = on_rank_zero(read, self.group)
+        if self.membership.elastic and (state := self._meet()) is not None:
+            return state, None
+        broadcast_parameters(self.model)
+        settings, state, compressed = self.settings, None, None
+        # From here on each rank draws its own random numbers: the models are equal by now.
+        if settings.virtual_ranks is None:
+            seed_generators(settings.seed + self.world.rank)
+        with together(self.group):
+            if self.world.rank == 0:
+                spec, model, report = self.data.model_spec, self.model, self.report
+                state = checkpoint.find_checkpoint(settings, spec, model, report)
+                # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
+                if state is not None:
+                    compressed = state.pop("compression", None)
+        state = of_rank_0(state, self.group)
         if state is not None:
             changes = settings.changes_since(state["settings"])
             now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}
@@ -140,14 +128,7 @@ class Engine:
         if folder is not None and self.writes:
             # A rank that takes over continues with the lost rank's checkpoints.
             resume = "auto" if self.membership.took_over else self.settings.resume
-            lock = checkpoint.prepare_folder(folder, resume=resume)
-            if lock is not None:
-                self.lock.enter_context(lock)
-            else:
-                self.report.warning(
-                    f"--checkpoint-dir {folder} is on a file system without locks: a second run "
-                    f"there would not be noticed"
-                )
+            self.lock.enter_context(checkpoint.prepare_folder(folder, resume=resume))
         self.metrics = MetricsWriter(self.settings.log_dir if self.writes else None)
 
     def _make_engine(self, state: checkpoint.State | None) -> None:
@@ -209,6 +190,14 @@ class Engine:
             raise error
         self.membership.lose(error)
 
+    def _until_met(self, meet: Callable[[], T]) -> T:
+        """Calls `meet` until no rank is lost during it."""
+        while True:
+            try:
+                return meet()
+            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
+                self._lose(error)
+
     def _meet(self) -> checkpoint.State | None:
         """Opens the next generation's group with this rank in it. Collective.
 
@@ -217,18 +206,14 @@ class Engine:
         meeting = self.membership.meet(self._position)
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
-        if not self.world.one_machine:
-            # Until now each process has seen only its own machine's command.
-            require_alike(self.settings, self.group, _ASKED)
         with together(self.group):
             self.data = RankData(self.images, self.settings, self.world)
             if not self.writes:
                 self._open_outputs()
         if meeting.source is None or meeting.same_state:
             return None
-        mine = None
-        if self.world.rank == meeting.source:
-            mine = self._state() | {"rng": [], "totals": self.totals}
+        is_source = self.world.rank == meeting.source
+        mine = self._state() | {"rng": [], "totals": self.totals} if is_source else None
         found: checkpoint.State = hand_on(mine, meeting.source)
         return found
 
@@ -236,7 +221,7 @@ class Engine:
 
     def _save(self) -> None:
         """Writes a checkpoint if one is asked for. Collective."""
-        if self.settings.checkpoint_dir is None:
+        if (folder := self.settings.checkpoint_dir) is None:
             return
         # Gathered first: inside `together` rank 0 works alone.
         generators: list[Any] = []
@@ -247,7 +232,6 @@ class Engine:
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
         with together(self.group):
             if self.world.rank == 0:
-                folder = self.settings.checkpoint_dir
                 self.saved_as = checkpoint.save(folder, self._state() | of_all)
 
     def _state(self) -> checkpoint.State:

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.errors import UsageError, one_line
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.contents import check_fit
 from ddp_from_scratch.training.coordination import (
-    on_rank_zero,
+    of_rank_0,
     open_dataset,
     prepare_process,
     together,
@@ -31,10 +31,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
-    """Returns the share of correct predictions over all ranks' images. Collective: one all-reduce.
+    """Returns the share of correct predictions over all ranks' images. Collective.
 
-    The model is the same on every rank, buffers included, and stays in evaluation mode. The loader
-    has this rank's images (float32, N x C x H x W) and labels (int64, N), and may be empty.
+    The model stays in evaluation mode. This rank's loader may be empty.
     """
     model.eval()
     # One all-reduce at the end, because ranks may have different numbers of batches.
@@ -51,30 +50,21 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
 
 
 def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    """Loads a checkpoint's model on every rank; also returns its other contents. Collective.
-
-    Only rank 0 reads the file. A file that is not a checkpoint, or does not fit its own model, is a
-    UsageError on every rank.
-    """
-
-    def read() -> checkpoint.State:
-        state = checkpoint.load(path)
-        wrong = f"{path} does not fit its own model {state['model_spec']['name']}"
-        try:
-            # Allocate nothing: a size in the file could ask for any amount.
-            with torch.device("meta"):
-                shell = make_model(**state["model_spec"])
-            check_fit(state, shell)
-        except UsageError as error:  # also a ValueError, with a reason of its own
-            raise UsageError(f"{wrong}: {error}") from error
-        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # an absurd size
-            raise UsageError(
-                f"{wrong}, it was written by another version of torchvision or of this program: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-        return state
-
-    state = on_rank_zero(read, group)
+    """Loads a checkpoint's model on every rank; also returns its other contents. Collective."""
+    state = None
+    with together(group):
+        if world.rank == 0:
+            state = checkpoint.load(path)
+            try:
+                # Allocate nothing: a size in the file could ask for any amount.
+                with torch.device("meta"):
+                    check_fit(state, make_model(**state["model_spec"]))
+            except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+                name = state["model_spec"]["name"]
+                raise UsageError(
+                    f"{path} does not fit its own model {name}: {one_line(error)}"
+                ) from error
+    state = of_rank_0(state, group)
     with together(group):
         model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])
@@ -84,11 +74,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
 
 
 def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
-    """Prints a saved model's test accuracy, by default on the dataset of its training.
-
-    Collective. Ignores settings for training. Raises a UsageError on every rank for a missing
-    checkpoint, or images that the model was not made for.
-    """
+    """Prints a saved model's test accuracy, by default on the dataset of its training."""
     asked = {"the command": "test", "--dataset": dataset or "not given"}
     group = prepare_process(settings, world, asked)
     model, state = load_model(path, world, group)

@@ -125,10 +125,6 @@ def _start_fork_server(preload: str) -> None:
     """Starts the process that forks this rank's workers. A no-op if it already runs."""
     # It imports torch once, not once per worker.
     forkserver.set_forkserver_preload([preload])
-    if threading.current_thread() is not threading.main_thread():
-        # Only the main thread may change a signal's handler.
-        forkserver.ensure_running()
-        return
     # The server must ignore these signals, as it already ignores Ctrl-C. A launcher sends them to
     # all processes of a rank, which first finishes its step and saves, while workers end with their
     # server. The server keeps ignoring them; its workers get torch's handler.

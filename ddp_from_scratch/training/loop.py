@@ -41,7 +41,12 @@ class Trainer(Engine):
                         stop.drop()
                         self.reducer.abort_step()
                     self._lose(error)
-                self._regroup(left)
+                # Continues with the remaining ranks from the last step that any of them finished.
+                state = self._until_met(self._meet)
+                if state is not None:
+                    self._restore(state)
+                self.reducer.set_step(self.global_step, self.settings.seed)
+                self.regrouped = left, time.monotonic()
         if number:
             return number
         seconds, settings = time.monotonic() - began, self.settings
@@ -59,8 +64,6 @@ class Trainer(Engine):
                 found = ", then ".join(f"{size:g}" for size in caps)
                 found += f" MiB, sent {'during' if self.reducer.overlap else 'after'} backward"
             self.report.line(f"bucket_cap_mb auto: {found}")
-        if (summary := self.compression.summary()) is not None:
-            self.report.line(summary)
         if self.saved_as is not None:
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:
@@ -236,19 +239,6 @@ class Trainer(Engine):
 
     def _evaluate(self) -> float:
         return accuracy(self.model, self.data.test, self.world, self.settings.precision)
-
-    def _regroup(self, left: float) -> None:
-        """Continues with the remaining ranks from the last step that any of them finished."""
-        while True:
-            try:
-                state = self._meet()
-                break
-            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
-                self._lose(error)
-        if state is not None:
-            self._restore(state)
-        self.reducer.set_step(self.global_step, self.settings.seed)
-        self.regrouped = left, time.monotonic()
 
 
 @torch.no_grad()

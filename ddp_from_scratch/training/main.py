@@ -87,11 +87,6 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
-    parts = settings.virtual_ranks
-    if settings.elastic and parts is not None and parts < sum(counts):
-        raise UsageError(
-            f"--virtual-ranks must be at least as many as ranks, got {parts} of {sum(counts)}"
-        )
     # A single rank needs no agent: this process trains.
     if counts == (1,):
         return None

@@ -1,6 +1,5 @@
 """Builds classifiers for images of any size: a small CNN, an MLP, or a torchvision model."""
 
-import difflib
 from collections import OrderedDict
 from typing import Any
 
@@ -17,9 +16,8 @@ _SIZES = (32, 64, 96, 112, 128, 224, 299)
 def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -> nn.Module:
     """Builds an untrained model for float images (batch, channels, image_size, image_size).
 
-    The output is (batch, num_classes), unnormalised. The global generator draws the weights. A
-    torchvision model gets a first convolution for that many channels and, if the images are too
-    small for it, an upsampling layer in front. Raises a UsageError for an unknown name.
+    The global generator draws the weights. A torchvision model gets a first convolution for that
+    many channels and, if the images are too small for it, an upsampling layer in front.
     """
     if name == "cnn":
         return _cnn(channels, image_size, num_classes)
@@ -36,11 +34,8 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
     with needs_extra("train"):
         import torchvision
 
-    known = torchvision.models.list_models(module=torchvision.models)
-    if name not in known:
-        close = difflib.get_close_matches(name.lower(), ["cnn", "mlp", *known], n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise UsageError(f"unknown model {name!r}: expected {MODELS}{hint}")
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        raise UsageError(f"unknown model {name!r}: expected {MODELS}")
     return _fit_to_images(name, channels, image_size, num_classes)
 
 

@@ -5,9 +5,8 @@ import math
 import os
 import sys
 from collections.abc import Iterable
-from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
@@ -73,7 +72,7 @@ class MetricsWriter:
     """
 
     def __init__(self, log_dir: Path | None) -> None:
-        self._lines: TextIOWrapper | None = None
+        self._lines: TextIO | None = None
         self._events: SummaryWriter | None = None
         if log_dir is None:
             return
@@ -83,13 +82,7 @@ class MetricsWriter:
         log_dir = log_dir.expanduser()
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
-            file = (log_dir / METRICS_FILE).open("a+b")
-            self._lines = TextIOWrapper(file, encoding="utf-8")
-            # A killed run may have left an unfinished line, which the next must not join.
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
+            self._lines = (log_dir / METRICS_FILE).open("a", encoding="utf-8")
             self._events = writer.SummaryWriter(os.fspath(log_dir))
         except OSError as error:
             self.close()
@@ -104,16 +97,10 @@ class MetricsWriter:
             return
         # JSON has only finite numbers.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        try:
-            self._lines.write(json.dumps({"step": step, **finite}) + "\n")
-            # Flushed at once, so that a killed run keeps its lines.
-            self._lines.flush()
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
-        except OSError as error:
-            raise UsageError(
-                f"cannot write metrics to {self._lines.name}: {error.strerror}"
-            ) from error
+        # Flushed at once, so that a killed run keeps its lines.
+        print(json.dumps({"step": step, **finite}), file=self._lines, flush=True)
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
         if self._lines is not None:

@@ -39,10 +39,7 @@ class HostMarks:
 
 
 class GpuMarks:
-    """Takes times of a GPU's work, as events on the current stream.
-
-    The host runs ahead of the GPU, so its clock would show when work was issued, not when it ran.
-    """
+    """Takes times of a GPU's work, as events on the current stream: the host runs ahead of it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -293,8 +290,7 @@ def _opening(step: StepMarks) -> int:
 class _Arrivals:
     """Takes a mark as soon as a gradient is computed.
 
-    Kept minimal, since a model may have a thousand gradients per step, and apart from the recorder,
-    since the garbage collector cannot see a cycle through a parameter's hooks.
+    Apart from the recorder, since the garbage collector sees no cycle through a parameter's hooks.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], take: Callable[[], Mark]) -> None:

@@ -1,15 +1,12 @@
 """Reports a stalled step, with the bucket, ranks and parameters that it waits for."""
 
 import json
-import os
 import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from types import MethodType
 from typing import NamedTuple, cast
 
@@ -60,13 +57,11 @@ class Progress(NamedTuple):
 class StallWatch(Extension):
     """A thread that checks a Reducer regularly and reports a step that makes no progress.
 
-    It wakes three times in `after` seconds. If the step has progressed, that is all; on a GPU, each
-    bucket also copies 8 bytes to the host. If it has not, this rank publishes its progress, once.
-    After `after` seconds with a bucket in flight, one rank writes every rank's progress to standard
-    error, once per step.
+    It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
+    progress, once. After `after` seconds with a bucket in flight, one rank writes every rank's
+    progress to standard error, once per step.
 
-    The thread ends with the Reducer, of which `progress` is a bound method, with the process group,
-    or with the process.
+    The thread ends with the Reducer, of which `progress` is a bound method, or with the group.
     """
 
     def __init__(
@@ -105,9 +100,6 @@ class StallWatch(Extension):
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        with suppress(RuntimeError, ValueError):  # the group may be destroyed already
-            own = [_machine(), os.getpid(), _state(os.getpid())[1]]
-            self._store().set(f"process {self._rank}", json.dumps(own))
         before = published = None
         # When the step reached `before`, and the step of the last report.
         since, reported = 0.0, -1
@@ -155,25 +147,22 @@ class StallWatch(Extension):
     def _report(self, now: Progress, waited: float, store: dist.Store) -> str:
         lines = [f"step {now.step}, rank {self._rank}: has waited {waited:.0f} s for {now.bucket}"]
         for rank in range(self._world_size):
-            process = _process_in_words(store, rank)
-            text = process or "nothing is known of it: it has gone on, ended, or does not watch"
+            text = "nothing is known of it: it has gone on, ended, or does not watch"
             if store.check([str(rank)]):
                 step, published = json.loads(store.get(str(rank)))
-                text = f"{text} (last heard of at {step})"
                 # A rank may have all averages of a step before it counts that step.
                 if abs(step - now.step) <= 1:
-                    stopped = process in (_ENDED, _STOPPED)
-                    text = f"{published}; {process}" if stopped else published
+                    text = published
             lines.append(f"  rank {rank}: {text}")
         lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
 
 
 class _UnderWay:
-    """The buckets that a GPU has not averaged yet. Reading them makes no CUDA call.
+    """The buckets that a GPU has not averaged yet.
 
-    Querying an event in one thread would invalidate a graph capture in another. Instead, the GPU
-    writes the number of the last averaged bucket to host memory.
+    The GPU writes the number of the last averaged bucket to host memory, since a query of an event
+    in one thread would invalidate a graph capture in another.
     """
 
     def __init__(self) -> None:
@@ -198,39 +187,3 @@ class _UnderWay:
         over = int(self._on_host)
         left = (bucket[1:] for bucket in self._buckets.copy() if bucket[0] > over)
         return next(left, None)
-
-
-_ENDED, _STOPPED = "its process has ended", "its process is stopped (SIGSTOP)"
-
-
-def _process_in_words(store: dist.Store, rank: int) -> str | None:
-    if not store.check([f"process {rank}"]):
-        return None
-    machine, pid, started = json.loads(store.get(f"process {rank}"))
-    if not machine or machine != _machine():
-        return None
-    found, begun = _state(pid)
-    # A later process may have the same pid, but not the same start time.
-    if begun is None or begun != started:
-        return _ENDED
-    words = {"T": _STOPPED, "t": _STOPPED, "Z": _ENDED, "X": _ENDED}
-    return words.get(found, "its process runs: it has gone on")
-
-
-def _state(pid: int) -> tuple[str, int | None]:
-    """Returns a process's state and its start in ticks since boot; ("", None) if it is gone."""
-    try:
-        # Split after the program's name, which may contain anything.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", None
-    return fields[0], int(fields[19])
-
-
-def _machine() -> str:
-    """Names the pid namespace, by the machine's boot and the namespace; "" if unknown."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return ""

@@ -135,8 +135,7 @@ def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:
 class StragglerWatch(Recorder):
     """Compares the ranks' steps every `every` averages, and reports the straggler.
 
-    Each rank times the `phases` of its own steps, from the end of one average to the end of the
-    next; one more collective then gathers them. On a GPU the times come from its events. If layers
+    Each rank times the `phases` of its own steps; one more collective then gathers them. If layers
     communicate (synchronised batch norm), only data and optimizer are compared. `tell` is called
     with each report on every rank; by default rank 0 prints it to standard error.
     """

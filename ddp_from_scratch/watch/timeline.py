@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,14 +25,9 @@ TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those
 # Of the messages that compare clocks.
 _ROUNDS, _TAG = 20, 0
 
-T = TypeVar("T")
-
 
 class Timeline:
-    """Records some steps. The constructor and `close` are collective.
-
-    Args and errors are those of `timeline`; a folder of None writes nothing.
-    """
+    """Records some steps, as `timeline` does. The constructor and `close` are collective."""
 
     def __init__(
         self, reducer: Watched, folder: Path | str | None, steps: int = 5, skip: int = SKIP
@@ -79,35 +74,25 @@ class Timeline:
             self._open = False
             self._recorder.close()
 
-    def _on_rank_0(self, write: Callable[[], T]) -> T | None:
+    def _on_rank_0(self, write: Callable[[], object]) -> object:
         """Calls `write` on rank 0; if that fails, other ranks raise a PeerError. Collective."""
-        problem = f"cannot write the timeline to {self.folder}"
-        return self._together(write if self._rank == 0 else lambda: None, problem, UsageError)[0]
-
-    def _together(
-        self, make: Callable[[], T], problem: str, kind: Callable[[str], Exception]
-    ) -> list[T]:
-        """Gathers results. If a rank fails, it raises `kind`, others a PeerError. Collective."""
-        mine: tuple[T, None] | tuple[None, str]
-        caught: Exception | None = None
+        result: object = None
+        text, caught = "", None
         try:
-            mine = make(), None
+            if self._rank == 0:
+                result = write()
         # Any error, such as one of matplotlib, since the other ranks wait for the result.
         except Exception as error:  # noqa: BLE001
-            mine, caught = (None, f"{problem}: {one_line(error)}"), error
-        found = _gather(mine, self._group)
-        text = next((text for _, text in found if text is not None), None)
-        if text is not None:
-            raise (PeerError if caught is None else kind)(text) from caught
-        return [result for result, _ in found]
+            text, caught = f"cannot write the timeline to {self.folder}: {one_line(error)}", error
+        result, text = _gather((result, text), self._group)[0]
+        if text:
+            raise (UsageError if caught else PeerError)(text) from caught
+        return result
 
     def _gathered(self) -> Record | None:
-        def own() -> dict[int, tuple[Layout, RankTimes]]:
-            marks, steps = self._recorder.marks, self._recorder.complete()[: self._steps]
-            return {s.iteration: (s.layout, rank_times(self._rank, marks, s)) for s in steps}
-
-        problem = f"rank {self._rank} cannot read its part of the timeline"
-        ranks = self._together(own, problem, RuntimeError)
+        marks, mine = self._recorder.marks, self._recorder.complete()[: self._steps]
+        own = {s.iteration: (s.layout, rank_times(self._rank, marks, s)) for s in mine}
+        ranks: list[dict[int, tuple[Layout, RankTimes]]] = _gather(own, self._group)
         after = clock_offsets(self._hosts, self._group)
         clocks = list(zip(self._clocks, after, strict=True))
         steps = []
@@ -143,8 +128,6 @@ def timeline(
             for batch in batches:
                 ...
 
-    A step's record has forward, backward, the optimizer, and when each gradient is computed; and
-    for each bucket packing, waiting for other ranks, moving, the main thread's wait, and unpacking.
     When the steps are complete, or at the end of the context, rank 0 writes
 
     - `timeline.txt`: the median step as text;
@@ -152,17 +135,14 @@ def timeline(
     - `timeline.png` and `.svg`: the median step, if matplotlib is installed;
     - `trace.json`: all steps, for Perfetto and chrome://tracing.
 
-    Rank 0 writes nothing if the context raises or no step is complete; the latter is a warning.
+    It writes nothing if the context raises or no step is complete; the latter is a warning. If it
+    cannot write, it raises a UsageError, and the other ranks a PeerError.
 
     Args:
         reducer: averages the module whose steps are recorded.
         folder: rank 0 makes it if needed.
         steps: the number of steps to record.
         skip: averages before the first recorded step, which rebuild buckets and allocate memory.
-
-    Raises:
-        UsageError: `steps` is less than 1, or `skip` negative; or, on rank 0, it cannot write.
-        PeerError: on the other ranks, rank 0 cannot write to the folder.
     """
     recorded = Timeline(reducer, folder, steps, skip)
     try:
@@ -201,8 +181,7 @@ def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
 def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float, float]]:
     r"""Returns the ms to add to each rank's clock to get rank 0's, and the error. Collective.
 
-    Ranks of one machine share a clock. The first rank of every other machine exchanges messages
-    with rank 0:
+    The first rank of every other machine exchanges messages with rank 0:
 
         rank 0        t0 ------.             .------> t1
                                 \           /

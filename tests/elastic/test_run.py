@@ -114,13 +114,6 @@ def test_a_rank_that_is_killed_costs_no_bit(where, who, quiet, tmp_path):
     assert len(found) in (2, 3)  # the last steps may be over before another one has joined
 
 
-@pytest.mark.slow
-def test_one_and_then_two_at_once_are_killed_until_one_is_left(quiet, tmp_path):
-    faults = [("backward", 2, 1), ("averaged", 4, 0), ("averaged", 4, 3)]
-    fault = f"if (where, step, me) in {faults}: die()"
-    assert ends(tmp_path / "out", fault, nproc=4, max_restarts=0) == [quiet]
-
-
 # The others wait in step 5 until it wants to join: at the latest behind step 6 it is let in.
 ONE_JOINS = """
 from ddp_from_scratch.membership import job_store

@@ -10,7 +10,7 @@ import signal
 
 import torch.distributed as dist
 
-from ddp_from_scratch.launch import agent, elastic, node_agent, nodes, start
+from ddp_from_scratch.launch import agent, elastic, nodes, start
 from ddp_from_scratch.launch.elastic import JobStore
 
 LIMIT_S = 10.0  # more than any time that a agent waits by itself
@@ -63,7 +63,7 @@ class Job:
         self.link = None  # to machine 0
         # The agents of other machines, for `Agent`.
         self.elsewhere, self.told, self.may_all_leave = None, [], False
-        for module in (agent, elastic, node_agent, nodes):
+        for module in (agent, elastic, nodes):
             monkeypatch.setattr(module, "time", self)
         for module in (agent, start):
             monkeypatch.setattr(module, "subprocess", self)
@@ -114,7 +114,7 @@ class Job:
         self.ranks.append(Rank(self, env))
         return self.ranks[-1]
 
-    # As `agent.Peers`.
+    # As the agents of other machines (`Nodes`, `Link`).
 
     def may_leave(self):
         return self.may_all_leave
@@ -169,11 +169,6 @@ class Job:
     def generation(self, number, members):
         now = self.said.generation
         assert (now.number, now.members) == (int(number), [*map(int, members)])
-
-    def announced(self, what, steps=""):
-        """Holds what the announcement says of arrivals: nothing, that it has begun, all steps."""
-        now = self.said.generation
-        assert (now.begun, [*now.steps]) == (what != "nothing", [*map(int, steps)])
 
     # Events of another machine.
 

@@ -1,4 +1,4 @@
-"""What agents decide: tables of events (`fake_ranks.Job`), and what comes of them."""
+"""What agents decide: tables of events (`fake_ranks.Job`), and elastic jobs in a simulation."""
 
 import signal
 from typing import NamedTuple
@@ -6,10 +6,11 @@ from typing import NamedTuple
 import pytest
 
 from ddp_from_scratch.launch.agent import Agent
-from ddp_from_scratch.launch.elastic import ElasticAgent
-from ddp_from_scratch.launch.node_agent import NodeAgent
+from ddp_from_scratch.launch.elastic import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.start import _MpirunAgent
 from tests.launch.fake_ranks import Job
+from tests.support.simulation import Simulation
+from tests.support.tiers import slow
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
 ALL = [signal.Signals[name] for name in NAMES]
@@ -174,23 +175,6 @@ ELASTIC = {
         " | ends 3 0",
         *(0, "-, -, -, -", (KILLED_1,)),
     ),
-    "arrivals are announced": Case(
-        "arrives 0 | announced nothing | train 1 | announced begun | train 02 | announced all 000",
-        None,
-    ),
-    "one that lost a peer asks": Case(
-        "train 012 | asks 2 | generation 2 012 | wait 30 | generation 2 012", None
-    ),
-    "one that ended well is not missed": Case(
-        "train 012 | ends 0 0 | generation 1 012 | ends 1 KILL | generation 2 2 | ends 2 0",
-        *(0, "", (lost(1, "KILL", 1, 1, of=0),), "", 0),
-    ),
-    "all that have trained are done": Case(
-        "train 01 | ends 0 KILL | generation 2 1 | ends 1 0", 0, "-, -, TERM", (KILLED_0,), **PAIR
-    ),
-    "one ends well before any has trained": Case(
-        "arrives 0 & ends 0 0 | wait 30 | generation 1 012", None, "-, TERM, TERM"
-    ),
     "a user's mistake at the start": Case("ends 1 2", 2, "TERM, -, TERM"),
     "the same exception at the same step": Case(
         "train 012 | raises 1 6 no | raises 3 7 no | raises 4 7 no",
@@ -218,17 +202,10 @@ ELASTIC = {
         *("train 01 | ends 0 KILL | ends 1 TERM", 143, "-, -, TERM", (KILLED_0, last(1, "TERM"))),
         **PAIR,
     ),
-    # Process 1 has not trained yet, as one may see it whose note comes late.
-    "the only one that has trained": Case("train 0 | ends 0 KILL", 137, "", (last(0, "KILL"),)),
     "a signal stops all and replaces none": Case(
         f"train 012 | gets TERM & {SLOWLY} | asks 2 | wait 30 | ends 0 143 | ends 1 1 | wait 30"
         " | generation 1 012 | ends 2 143",
         *(143, ALL_TERM, (ASKED,)),
-    ),
-    "one dies of the signal before it has joined": Case(
-        "train 01 | ends 0 KILL | gets TERM & ignore 1 TERM | wait 30 | ends 1 143",
-        *(143, "-, TERM, TERM", (KILLED_0, ASKED)),
-        **PAIR,
     ),
 }
 
@@ -293,3 +270,17 @@ def test_a_machine_that_is_not_machine_0(name, job, capfd):
     case, link = OBEYING[name], Link(job)
     check(case, job, capfd, NodeAgent(["true"], environment, link))
     assert link.closed_with == (1 if case.code is None else case.code)
+
+
+# Random failures, on a virtual clock ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeds", [range(40), slow(range(40, 160))], ids=["few", "many"])
+def test_jobs_end_with_the_right_state_whatever_fails(seeds):
+    wrong = {seed: sim.wrong for seed in seeds if (sim := Simulation(seed).run()).wrong}
+    assert wrong == {}
+
+
+def test_a_seed_repeats_exactly():
+    first, second = (Simulation(5).run() for _ in range(2))
+    assert (first.now, first.messages, first.said) == (second.now, second.messages, second.said)

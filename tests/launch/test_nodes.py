@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import nodes
-from ddp_from_scratch.launch.node_agent import Link, arrive
-from ddp_from_scratch.launch.nodes import Nodes
+from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
 
 
 class Job:
@@ -105,7 +104,6 @@ def test_a_machine_may_be_started_late(unmet, capfd):
     unmet.after(1)
     assert unmet.machines.is_lost(1)
     assert unmet.ranks[1].poll() == -signal.SIGKILL
-    # The others compared theirs without it.
     assert unmet.comes(1, 1, 2, lr="0.2") == WRONG_RATE
     assert unmet.comes(1, 1, 2) == ""
     assert (unmet.machines.is_lost(1), unmet.joined) == (False, [1, 1])
@@ -124,9 +122,8 @@ def test_two_agents_of_one_machine(job):
 
 
 def test_a_machine_that_is_new(job, capfd):
-    assert job.comes(3, 1, 2, 4, 4) is None
-    job.hears_for_a_while()
-    assert job.answer() == "--node-rank is 3, and the next machine that comes is 2"
+    told = "--node-rank is 3, and the next machine that comes is 2"
+    assert job.comes(3, 1, 2, 4, 4) == told
     assert job.comes(2, 1, 3, 4) == WRONG_COUNTS.format("1,3,4")
     told = "--elastic was not given here and given on machine 0: it must be the same on all"
     assert job.comes(2, 1, 2, 4, elastic=False) == told
@@ -183,56 +180,11 @@ def test_a_machine_that_is_silent_and_one_that_has_ended(together):
     assert together.machines.failure() == lost
 
 
-def test_all_leave_together(together, monkeypatch):
-    assert together.comes(1, 1, 1, 1, elastic=False) == ""
-    together.reports(ended=True)
-    together.after(1)
-    assert not together.machines.may_leave()  # machine 2 has not come
-    assert together.comes(2, 1, 1, 1, elastic=False) == ""
-    together.reports(ticket=2, ended=True)
-    together.after(1)
-    assert together.machines.may_leave()
-
-    def sleep(seconds):
-        """Both hear of the end, and leave the store, the second one later."""
-        together.now += seconds
-        end = json.loads(together.store.get("job"))["end"]
-        together.reports(ended=True, left=end == 0)
-        together.reports(ticket=2, ended=True, left=together.now - began > 0.5)
-
-    # A store that closes while they ask it makes torch print a C++ stack there.
-    monkeypatch.setattr(nodes.time, "sleep", sleep)
-    began = together.now
-    together.machines.close(0)
-    assert 0.5 < together.now - began < 1
-
-
 def until(holds):
     end = time.monotonic() + 30
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)
-
-
-def test_a_link_to_machine_0():
-    store = dist.HashStore()
-    link = Link(store, 7, 60.0)
-    assert (link.failure(), link.may_leave()) == (None, False)
-    link.tell_failure("rank 1 ended with exit code 3")
-
-    def reported():
-        return json.loads(store.get("report 7"))
-
-    until(lambda: reported()["failure"])
-    assert (reported()["failure"], reported()["ended"]) == ("rank 1 ended with exit code 3", True)
-    store.set("job", json.dumps({"beat": 1, "failure": "machine 2: gone", "end": None}))
-    until(link.failure)
-    assert (link.failure(), link.may_leave()) == ("machine 2: gone", False)
-    store.set("job", json.dumps({"beat": 2, "failure": None, "end": 0}))
-    until(link.may_leave)
-    link.close(0)
-    link.heard = time.monotonic() - 61
-    assert link.failure() == "lost the other ranks: machine 0 has not answered for 61 s"
 
 
 def test_machine_0_has_gone():

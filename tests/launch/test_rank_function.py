@@ -31,21 +31,12 @@ def mistaken():
     raise UsageError("no such data")
 
 
-def steps():
-    yield 1
-
-
-async def wait():
-    return
-
-
 def test_another_thread_than_the_main_one_is_refused():
     with ThreadPoolExecutor(1, "worker") as pool, pytest.raises(UsageError) as raised:
         pool.submit(start_ranks, mistaken, [1]).result()
     assert re.fullmatch(".* must be called in the main thread, .*, got worker_0", str(raised.value))
 
 
-NOT_RUN = r"start_ranks\((steps|wait)\): .* does not run it"
 NO_RANK = "counts must be 1 or more for each machine, got "
 FAILURES = "max_restarts must be 0 to 50,000, got "
 
@@ -54,7 +45,6 @@ FAILURES = "max_restarts must be 0 to 50,000, got "
     ("function", "options", "told"),
     [
         (partial(fail, threading.Lock()), {}, r"start_ranks\(fail\): .* cannot be sent .*lock"),
-        *((function, {}, NOT_RUN) for function in (steps, wait, partial(steps))),
         *((mistaken, {"counts": counts}, NO_RANK) for counts in ([], [0], [1, -1])),
         *((mistaken, {"max_restarts": n}, FAILURES) for n in (-1, 50_001)),
     ],

@@ -8,14 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch import agent
-from ddp_from_scratch.launch.start import _run_folder
 from tests.support.failing_run import Run
 
 
@@ -28,24 +26,12 @@ def wait_until_there(*paths):
     return "; ".join(f'while [ ! -e "{path}" ]; do sleep 0.02; done' for path in paths)
 
 
-@pytest.fixture
-def own_stdin():
-    """pytest's own is /dev/null already."""
-    before, (read, write) = os.dup(0), os.pipe()
-    os.dup2(read, 0)
-    yield
-    os.dup2(before, 0)
-    for file in (before, read, write):
-        os.close(file)
-
-
-@pytest.mark.usefixtures("own_stdin")
 def test_ranks_are_told_their_place_and_get_two_signals_of_a_terminal(tmp_path, capfd):
     # Neither ends at the first one, and rank 0 sends the second when both have got it.
     script = (
         'place="$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $GROUP_RANK"; '
         'folder=$(dirname "$DDP_RENDEZVOUS_FILE"); cd "$1"; trap "touch saved$RANK" TERM; '
-        '(echo "$place"; echo "$folder"; stat -c %a "$folder"; readlink /proc/self/fd/0) > $RANK; '
+        '(echo "$place"; echo "$folder"; stat -c %a "$folder") > $RANK; '
         "touch ready$RANK; "
     )
     tell = f"{wait_until_there('ready0', 'ready1')}; kill -INT $PPID; "
@@ -56,7 +42,7 @@ def test_ranks_are_told_their_place_and_get_two_signals_of_a_terminal(tmp_path, 
     assert capfd.readouterr().err == "stopping all ranks; once more ends them at once\n"
     told = [(tmp_path / rank).read_text().splitlines() for rank in "01"]
     (folder,) = {folder for _, folder, *_ in told}  # private, and gone with its run
-    assert told == [[f"{r} 2 {r} 2 0", folder, "700", "/dev/null"] for r in "01"]
+    assert told == [[f"{r} 2 {r} 2 0", folder, "700"] for r in "01"]
     assert not Path(folder).exists()
 
 
@@ -106,38 +92,3 @@ def test_a_failure_on_one_machine_ends_the_others(tmp_path):
         assert (second.wait(), second.err) == (137, f"{told}; all other ranks were stopped\n")
         assert (first.wait(), first.err) == (1, f"stopped: machine 1: {told}\n")
     assert sorted(file.name for file in tmp_path.iterdir()) == places
-
-
-# Folders ----------------------------------------------------------------------------------------
-
-
-HOLD = """
-import sys
-from ddp_from_scratch.launch.start import _run_folder
-with _run_folder() as folder:
-    (folder / "rendezvous").touch()
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_the_next_run_removes_the_folder_of_a_killed_one_and_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", HOLD]
-    environ = os.environ | {"TMPDIR": str(tmp_path)}
-    killed, running = (subprocess.Popen(command, env=environ, **pipes) for _ in range(2))
-    with killed, running:
-        left, used = (Path(run.stdout.readline().strip()) for run in (killed, running))
-        killed.kill()
-        killed.wait()
-        with _run_folder():
-            assert left.exists()  # new: its run might not have locked it yet
-        foreign = tmp_path / "ddp-something"
-        foreign.mkdir()
-        for folder in (left, used, foreign):
-            os.utime(folder, (0, 0))
-        with _run_folder() as mine:
-            assert set(tmp_path.iterdir()) == {used, foreign, mine}
-        running.communicate()
-    assert list(tmp_path.iterdir()) == [foreign]

@@ -28,10 +28,9 @@ import torch.distributed as dist
 from ddp_from_scratch import elasticity, membership
 from ddp_from_scratch.elasticity import ElasticRun
 from ddp_from_scratch.errors import CommunicationError, UsageError
-from ddp_from_scratch.launch import agent, elastic, node_agent, nodes
-from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore
-from ddp_from_scratch.launch.node_agent import Link, NodeAgent, arrive
-from ddp_from_scratch.launch.nodes import Nodes
+from ddp_from_scratch.launch import agent, elastic, nodes
+from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore, NodeAgent
+from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
 
 STEPS, STEP_S, MAX_RESTARTS = 12, 0.5, 4
 LIMIT_S = 600.0  # of virtual time: a job that lasts longer waits for ever
@@ -210,8 +209,7 @@ class Optimizer:
 REPLACED = {
     agent: "time subprocess say _is_stopped",
     elastic: "time say",
-    nodes: "time say",
-    node_agent: "time say threading",
+    nodes: "time say threading",
     membership: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
     "cut_when_broken",
     elasticity: "dist hand_on",

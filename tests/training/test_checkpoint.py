@@ -1,9 +1,7 @@
 """One file that a run continues from, and what happens when it is not whole."""
 
-import os
 import random
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -62,19 +60,6 @@ def test_what_was_saved_is_loaded_and_the_newest_two_are_kept(tmp_path):
     assert loaded["model"]["weight"].tolist() == [[100.0] * 4] * 3
     # torch reads the file as any of its own.
     assert torch.load(path, weights_only=True)["step"] == 100
-
-
-def draw():
-    return torch.rand(2).tolist(), random.random(), np.random.rand(), np.random.randn()
-
-
-def test_random_generators_go_on_where_they_were(tmp_path):
-    np.random.randn()  # leaves the second of a pair of normal numbers behind
-    path = checkpoint.save(tmp_path, state(0))
-    expected = draw()
-    assert draw() != expected
-    checkpoint.set_rng_state(checkpoint.load(path)["rng"][0])
-    assert draw() == expected
 
 
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
@@ -176,18 +161,16 @@ def test_a_link_is_not_followed(tmp_path):
     folder.mkdir()
     for name in (".lock", "checkpoint-000001.tmp"):
         (folder / name).symlink_to(precious)
-    with pytest.raises(UsageError, match=r"--checkpoint-dir .*\.lock is a symbolic link: remove"):
-        checkpoint.prepare_folder(folder, resume=None)
     assert not checkpoint.save(folder, state(1)).is_symlink()
+    checkpoint.prepare_folder(folder, resume="auto").close()
     assert precious.read_text() == "precious"
 
 
 def test_a_folder_belongs_to_one_run_at_a_time(tmp_path):
     lock = checkpoint.prepare_folder(tmp_path, resume="auto")
-    assert lock is not None
     left = tmp_path / "checkpoint-000001.tmp"
     left.touch()  # it writes
-    with pytest.raises(UsageError, match=rf"in use by another run \(process {os.getpid()} on "):
+    with pytest.raises(UsageError, match="in use by another run: give"):
         checkpoint.prepare_folder(tmp_path, resume="auto")
     assert left.exists()
     lock.close()

@@ -115,7 +115,7 @@ def test_a_model_that_is_absurd_or_not_the_one_it_names_is_not_built(tmp_path):
     world = World(**vars(ALONE), backend="gloo", device=torch.device("cpu"))
     for key, value, why in (
         ("image_size", 2**20, "mlp: the model has no "),
-        ("image_size", 2**40, "mlp, it was written by another version"),
+        ("image_size", 2**40, "mlp: "),
         ("name", "mlp", "mlp: the model has no "),
         ("name", "mlq", "mlq: unknown model 'mlq'"),
     ):

@@ -83,11 +83,6 @@ torch.save = half
 broadcast = engine.broadcast_parameters
 engine.broadcast_parameters = lambda model: die() if me == "1" else broadcast(model)
 """,
-    "the joining of another": """
-before("_backward", lambda t: me == "1" and t.global_step == 4 and die())
-if me == "3":
-    before("_restore", lambda t: die())
-""",
 }
 
 

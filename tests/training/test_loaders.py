@@ -113,14 +113,10 @@ def test_each_virtual_rank_has_its_images_whatever_the_number_of_ranks(accumulat
 
 def test_epochs_and_seeds_differ_and_repeat():
     loader = train_loader(Numbers(40), batch_size=10)
-    first, second = epoch_of(loader, 0), epoch_of(loader, 1)
-    assert first != second
+    first = epoch_of(loader, 0)
+    assert first != epoch_of(loader, 1)
     assert first == epoch_of(loader, 0)
-    assert first == epoch_of(train_loader(Numbers(40), batch_size=10), 0)
     assert first != epoch_of(train_loader(Numbers(40), batch_size=10, seed=7), 0)
-    # What is left over differs, too.
-    loader = train_loader(Numbers(11), batch_size=10)
-    assert len({frozenset(epoch_of(loader, epoch)[0]) for epoch in range(10)}) > 1
 
 
 def test_too_few_images():

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training import models
 from ddp_from_scratch.training.models import make_model
 from tests.support.tiers import slow
 
@@ -47,10 +46,7 @@ def test_torchvision(name, size, enlarged_to):
 
 
 def test_other_sizes_and_channels():
-    """A large enough image is not enlarged; a new convolution keeps the old one's geometry."""
-    model = make_model("squeezenet1_1", channels=3, image_size=32, num_classes=10)
-    assert type(model) is torchvision.models.SqueezeNet
-    check(model, 3, 32)
+    """A new convolution keeps the old one's geometry."""
     model = make_model("resnet18", channels=4, image_size=32, num_classes=10)
     check(model, 4, 32)
     first = model.conv1
@@ -70,14 +66,6 @@ def test_weights_are_torchvisions_own_and_trying_it_changes_nothing():
     assert ours.training
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [("resnet5", "resnet50"), ("ResNet18", "resnet18"), ("cmn", "cnn"), ("zzz", None)],
-)
-def test_an_unknown_name_suggests_another(name, meant):
-    with pytest.raises(UsageError) as error:
-        make_model(name, channels=1, image_size=8, num_classes=10)
-    told, _, more = str(error.value).partition("; did you mean ")
-    assert told == f"unknown model {name!r}: expected {models.MODELS}"
-    assert meant in more if meant else more == ""
-    assert "\n" not in told + more
+def test_an_unknown_name():
+    with pytest.raises(UsageError, match="unknown model 'resnet5': expected cnn, mlp, or a torch"):
+        make_model("resnet5", channels=1, image_size=8, num_classes=10)

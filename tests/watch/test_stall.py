@@ -4,13 +4,10 @@ import contextlib
 import gc
 import io
 import json
-import os
-import signal
-import subprocess
 import threading
 import time
 import weakref
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +16,6 @@ from torch import nn
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.watch import stall
-from ddp_from_scratch.watch.stall import Progress
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -170,32 +166,6 @@ def test_a_rank_that_does_not_wait_says_nothing(world):
     assert told.getvalue() == ""
 
 
-def test_what_has_become_of_a_process_is_told():
-    store = dist.HashStore()
-    ended, stopped = subprocess.Popen(["true"]), subprocess.Popen(["sleep", "60"])
-    ended.wait()
-    stopped.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, stopped.pid, os.WSTOPPED | os.WNOWAIT)
-    own = stall._state(os.getpid())[1]
-    assert own
-    machine = stall._machine()
-    published = [
-        (machine, os.getpid(), own),
-        (machine, ended.pid, own),
-        # Another process has the number now.
-        (machine, os.getpid(), own - 1),
-        (machine, stopped.pid, stall._state(stopped.pid)[1]),
-        ("other", 1, own),
-    ]
-    for rank, process in enumerate(published):
-        store.set(f"process {rank}", json.dumps(process))
-    found = [stall._process_in_words(store, rank) for rank in range(6)]
-    stopped.kill()
-    stopped.wait()
-    runs, over = "its process runs: it has gone on", "its process has ended"
-    assert found == [runs, over, over, "its process is stopped (SIGSTOP)", None, None]
-
-
 @on("gloo-2")
 def test_the_watch_ends_with_the_reducer(world):
     gc.collect()
@@ -207,15 +177,3 @@ def test_the_watch_ends_with_the_reducer(world):
     gc.collect()
     assert gone() is None
     assert not thread.is_alive(), "it did not wait for its next turn"
-
-
-def test_a_gpu_that_waits_behind_the_host():
-    """The host is in the next step; the GPU has not said that a bucket of this one has landed."""
-    host = Progress(2, None, "0 of 3 gradients have arrived, bucket 0 waits for c")
-    under_way = Mock(first=Mock(return_value=(1, 0)))
-    watch = Mock(_progress=lambda: lambda: host, _under_way=under_way)
-    watch._stop.is_set.return_value = False
-    told = f"all gradients of step 1 have arrived, and since then {host.text}"
-    assert stall.StallWatch._look(watch) == Progress(1, "bucket 0", told)
-    under_way.first.return_value = None
-    assert stall.StallWatch._look(watch) == host

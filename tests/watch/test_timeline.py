@@ -15,10 +15,9 @@ from torch import nn
 import ddp_from_scratch as ddp
 from ddp_from_scratch.errors import PeerError
 from ddp_from_scratch.options import tuning as bucket_tuning
-from ddp_from_scratch.watch import timeline as module
 from ddp_from_scratch.watch.timeline import Timeline, clock_offsets
 from tests.support.on_ranks import on
-from tests.support.terms import BYTES, Terms, own
+from tests.support.terms import Terms, own
 from tests.support.tiers import slow
 
 
@@ -192,38 +191,6 @@ def test_trials_of_auto_are_left_out(world):
             step()
     assert [step.iteration for step in timeline.record.steps] == [trials + 1, trials + 2]
     assert {step.layout for step in timeline.record.steps} == {reducer.buckets}
-
-
-@on("gloo-2")
-def test_no_bit_of_the_training_changes(world):
-    found = []
-    for steps in (None, 3):
-        torch.manual_seed(world.rank)
-        model, reducer, step = made(bucket_cap_mb=20 * BYTES, find_unused_parameters=True)
-        timeline = steps and Timeline(reducer, None, steps, skip=0)
-        step(3)
-        if timeline:
-            timeline.close()
-        found.append(([p.tolist() for p in model.parameters()], reducer.buckets))
-    assert found[0] == found[1]
-
-
-@on("gloo-2")
-def test_an_error_in_reading_ends_all(world):
-    for refusing in (0, 1):
-        _, reducer, step = made()
-        timeline = Timeline(reducer, None, steps=1, skip=0)
-        step()
-        times = (lambda *_: {}["no such time"]) if world.rank == refusing else module.rank_times
-        expected = RuntimeError if world.rank == refusing else PeerError
-        text = f"rank {refusing} cannot read its part of the timeline: 'no such time'"
-        bad_times = patch.object(module, "rank_times", times)
-        with bad_times, pytest.raises(expected, match=text) as error:
-            timeline.close()
-        assert timeline.record is None
-        assert (type(error.value.__cause__) is KeyError) == (world.rank == refusing)
-        # The others are at the same place: they have not waited for this rank in vain.
-        dist.barrier()
 
 
 @on("gloo-2")
