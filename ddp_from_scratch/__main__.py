@@ -9,13 +9,14 @@ if __name__ == "__main__":
 import sys
 from typing import NoReturn
 
-from ddp_from_scratch.launch.rank_process import run_to_exit
+from ddp_from_scratch.launch.rank_process import replace_closed_streams, run_to_exit
 from ddp_from_scratch.training.main import main
 
 
 def run() -> NoReturn:
     """Runs the command line, also as the script `ddp-run`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    replace_closed_streams()
     run_to_exit(lambda: main(["-m", "ddp_from_scratch"], sys.argv[1:]))
 
 

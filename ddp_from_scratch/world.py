@@ -24,7 +24,7 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
-from ddp_from_scratch.launch.rank_process import die_with_parent
+from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
 
 # Counts groups. All ranks open the same ones, so the number names a group on all of them.
 _opened = count()
@@ -84,6 +84,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         if world.backend == backend and _is_open(group):
             return world
     die_with_parent()
+    write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
         placement, device = _meet_in_mpi(backend), torch.device("cpu")

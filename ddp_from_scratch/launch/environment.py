@@ -25,6 +25,7 @@ PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # the file for the rendezvous on a single machine
 MACHINE_0 = "DDP_MACHINE_0"  # machine 0's address; MASTER_ADDR leads to the agent on loopback
 MEMBER = "DDP_MEMBER"  # this process's number in an elastic job
+TERMINAL = "DDP_TERMINAL_"  # with suffix 1 or 2: the terminal behind standard output or error
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
@@ -93,6 +94,11 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
         node = number(environ, "SLURM_NODEID")
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
         counts = slurm_tasks_per_node(tasks)
+        if node >= len(counts):
+            raise UsageError(
+                f"SLURM_STEP_TASKS_PER_NODE is {tasks!r}, expected a count for each node up to "
+                f"SLURM_NODEID={node}: start with srun"
+            )
         return Placement(
             number(environ, "SLURM_PROCID"),
             number(environ, "SLURM_STEP_NUM_TASKS"),
@@ -151,7 +157,8 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
             f"--nproc must be a number of processes, or one for each machine such as 8,2; "
             f"got {text!r}"
         )
-    counts = tuple(map(int, text.split(",")))
+    # Nine digits are already too many processes, and Python refuses to convert thousands of digits.
+    counts = tuple(int(part[:9]) for part in text.split(","))
     if max(counts) > MOST_HERE:
         raise UsageError(f"--nproc must be at most {MOST_HERE:,} for a machine, got {text[:40]}")
     if len(counts) == 1 and node_rank:

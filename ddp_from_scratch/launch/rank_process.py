@@ -37,6 +37,18 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def write_to_terminal() -> None:
+    """Connects the output of a rank of `start_mpirun` to its terminal. Otherwise a no-op."""
+    # mpirun buffers whole lines, and a progress bar never ends its line.
+    for stream in (1, 2):
+        path = os.environ.get(f"{environment.TERMINAL}{stream}")
+        if path is not None:
+            with suppress(OSError):
+                terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
+                os.dup2(terminal, stream)
+                os.close(terminal)
+
+
 def run_to_exit(main: Callable[[], int]) -> NoReturn:
     """Calls `main` and exits with the code that it returns.
 
@@ -158,6 +170,16 @@ def _say(text: str) -> None:
 def say(text: str) -> None:
     """Prints a line to standard error."""
     write_line(text, sys.stderr)
+
+
+def replace_closed_streams() -> None:
+    """Opens /dev/null for each closed standard stream (`>&-`)."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # /dev/null gets the stream's file descriptor, or the next file would, with all output.
+            stream = open(os.devnull, "r+")  # noqa: SIM115
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def write_line(text: str, stream: TextIO) -> None:

@@ -12,6 +12,7 @@ after that is neither encrypted nor signed.
 import errno
 import hashlib
 import hmac
+import ipaddress
 import os
 import secrets
 import socket
@@ -115,6 +116,14 @@ def _listen(addr: str, port: int) -> socket.socket:
         found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except socket.gaierror:
         raise UsageError(f"{not_here}, an unknown name") from None
+    # Debian maps a machine's own name to 127.0.1.1, which no other machine can reach.
+    hosts = [str(address[0]) for *_, address in found]
+    on_purpose = addr in hosts or "localhost" in addr
+    if not on_purpose and all(ipaddress.ip_address(host).is_loopback for host in hosts):
+        raise UsageError(
+            f"--master-addr {addr} is {hosts[0]} on this machine: give the address that the other "
+            f"machines use"
+        )
     for family, *_, address in found:
         try:
             return socket.create_server(address, family=family)

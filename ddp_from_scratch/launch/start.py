@@ -1,16 +1,19 @@
 """Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
 import ctypes
+import fcntl
 import os
 import pickle
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -92,8 +95,7 @@ def start_ranks(
     nodes: Nodes | None = None
     link: Link | None = None
     with ExitStack() as stack:
-        # Only this user can read it.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
+        folder = stack.enter_context(_run_folder())
         if callable(command):
             command = _command_of(command, folder)
         common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
@@ -136,6 +138,9 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     """Runs `mpirun -n NPROC COMMAND` on this machine; returns its exit code."""
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
+    for stream in (1, 2):
+        if os.isatty(stream):
+            defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
     return _MpirunAgent(full, lambda _: defaults | os.environ, range(1)).run()
 
@@ -203,3 +208,32 @@ def call(written: bytes) -> None:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+# A private folder for the files of a run ----------------------------------------------------------
+
+_PREFIX = "ddp-run-"
+_NEW_S = 60.0  # a younger folder may not be locked yet
+
+
+@contextmanager
+def _run_folder() -> Iterator[Path]:
+    """Makes a folder that is removed at the end, and removes those of killed runs."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # another user's, or in use
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                found = os.fstat(lock)
+                if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
+                    shutil.rmtree(left)
+            finally:
+                os.close(lock)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
+        lock = os.open(name, os.O_RDONLY)
+        try:
+            # The kernel drops the lock when this process ends.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Path(name)
+        finally:
+            os.close(lock)

@@ -86,9 +86,16 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 def _lock(folder: Path) -> TextIO:
     """Locks a folder until the file is closed or this process ends."""
-    # The lock is the `flock`, not the file, which stays, and to which nothing is written: it may be
-    # a symbolic link to any file of the user's.
-    file = (folder / LOCK_FILE).open("a")
+    # The lock is the `flock`, not the file, which stays. A symbolic link could lead to any file.
+    path = folder / LOCK_FILE
+    try:
+        file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o666), "w")
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UsageError(
+            f"--checkpoint-dir {folder}: {path} is a symbolic link: remove it"
+        ) from error
     try:
         # On NFS it holds between machines, unless mounted with `nolock` or `local_lock=flock`.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

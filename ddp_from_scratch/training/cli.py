@@ -1,6 +1,7 @@
 """Parses the command line of `run.py` and checks that its options fit together."""
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,16 @@ _OF_TEST = {
 
 class _Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises a mistake as a UsageError of one line."""
+
+    def parse_args(self, *given: Any, **options: Any) -> Any:
+        found, unknown = self.parse_known_args(*given, **options)
+        if unknown:
+            name, known = unknown[0].partition("=")[0], list(self._option_string_actions)
+            like = [option for option in known if option.startswith(name)]
+            like += difflib.get_close_matches(name, known, 1, 0.7)
+            advice = f"did you mean {like[0]}? Otherwise " if like else ""
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; {advice}see --help")
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see --help")

@@ -97,10 +97,14 @@ class MetricsWriter:
             return
         # JSON has only finite numbers.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        # Flushed at once, so that a killed run keeps its lines.
-        print(json.dumps({"step": step, **finite}), file=self._lines, flush=True)
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+        try:
+            # Flushed at once, so that a killed run keeps its lines.
+            print(json.dumps({"step": step, **finite}), file=self._lines, flush=True)
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+        except OSError as error:
+            name = self._lines.name
+            raise UsageError(f"cannot write metrics to {name}: {error.strerror}") from error
 
     def close(self) -> None:
         if self._lines is not None:

@@ -61,6 +61,7 @@ def test_launcher_and_place_are_told_by_variables(environ, by, size, placement):
         (TORCHRUN | {"WORLD_SIZE": "²"}, "WORLD_SIZE='²'"),
         (TORCHRUN | {"RANK": "6"}, "rank 6 of 6"),
         ({k: v for k, v in SRUN.items() if k != "SLURM_STEP_NUM_TASKS"}, "SLURM_STEP_NUM_TASKS"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "some"}, "'some'"),
     ],
 )
 def test_malformed_variables_are_named(environ, told):
@@ -89,7 +90,7 @@ def test_parse_counts():
     assert environment.parse_counts("2", 0) == (2,)
     assert environment.parse_counts("8,2,16", 2) == (8, 2, 16)
     wrong = ("", "0", "-2", "two", "2,", ",2", "2,0", "2 ,2", "1.5", "02", "2\n")
-    too_many = ("1000000", "2,1025")
+    too_many = ("1000000", "2,1025", "9" * 5000)
     for texts, node_rank, error in (
         (wrong, 0, "--nproc must be"),
         (too_many, 0, "--nproc must be at most 1,024 for a machine, got "),

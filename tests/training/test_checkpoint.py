@@ -162,7 +162,8 @@ def test_a_link_is_not_followed(tmp_path):
     for name in (".lock", "checkpoint-000001.tmp"):
         (folder / name).symlink_to(precious)
     assert not checkpoint.save(folder, state(1)).is_symlink()
-    checkpoint.prepare_folder(folder, resume="auto").close()
+    with pytest.raises(UsageError, match=r"--checkpoint-dir .*\.lock is a symbolic link: remove"):
+        checkpoint.prepare_folder(folder, resume="auto")
     assert precious.read_text() == "precious"
 
 

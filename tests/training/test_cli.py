@@ -12,6 +12,7 @@ from ddp_from_scratch.training.settings import Settings
 
 ABOUT = "Trains.\n\n    python run.py\n"
 SECONDS = "must be a positive number of seconds, at most 1,000,000"
+UNKNOWN = "unrecognized arguments:"
 # Arguments, and the beginning of the one line that says what was expected.
 REFUSED = {
     "--lr": "argument --lr: expected one argument; see --help",
@@ -40,7 +41,8 @@ REFUSED = {
     },
     # An unknown word is named.
     "evaluate": "the command must be train or test, got 'evaluate'; see --help",
-    "--ep 3": "unrecognized arguments: --ep; see --help",
+    "--ep 3": f"{UNKNOWN} --ep; did you mean --epochs? Otherwise see --help",
+    "--zzz": f"{UNKNOWN} --zzz; see --help",
     "--batch-size 32 --global-batch-size 32": "argument --global-batch-size: not allowed with",
     **{
         f"{option} x": f"argument {option}: invalid choice: 'x' (choose from"

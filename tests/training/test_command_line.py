@@ -1,6 +1,8 @@
 """run.py as a user types it: under every launcher, and with every kind of mistake."""
 
 import json
+import os
+import pty
 import re
 import shlex
 import sys
@@ -56,6 +58,26 @@ def test_what_is_printed_and_written(trained):
         assert entry["images_per_second"] == pytest.approx(64e3 / entry["step_ms"])
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "shown"),
+    [
+        (["--lr", "-1"], 2, "^\033\\[31merror: --lr must be .*, got -1.0\033\\[0m\r\n$"),
+        slow(["--epochs", "1", "--nproc", "2"], 0, "\repoch 1/1: .*/22 "),
+    ],
+    ids=["red", "bar"],
+)
+def test_a_terminal_shows_colours_and_a_bar(options, code, shown):
+    written = []
+
+    def read(terminal):
+        written.append(os.read(terminal, 65536))
+        return written[-1]
+
+    command = f"stty cols 80 rows 24; exec {shlex.join([sys.executable, RUN_PY, *options])}"
+    assert os.waitstatus_to_exitcode(pty.spawn(["sh", "-c", command], read)) == code
+    assert re.search(shown, b"".join(written).decode())
+
+
 def test_a_saved_model_has_the_accuracy_that_training_printed(trained, capsys):
     _, (*_, accuracy), folder = trained
     saved = str(folder / "checkpoints" / "checkpoint-000001.pt")
@@ -93,15 +115,16 @@ def test_launchers(command, ranks, trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_when_it_cannot_print(tmp_path):
-    command = (
-        f"{sys.executable} {RUN_PY} --epochs 2 --checkpoint-dir {tmp_path} --nproc 2 | head -1"
-    )
+@pytest.mark.parametrize(
+    ("end", "reason"), [("| head -1", "Broken pipe"), ("<&- >&- 2>&-", None)], ids=str
+)
+def test_a_run_goes_on_when_it_cannot_print(end, reason, tmp_path):
+    command = f"{sys.executable} {RUN_PY} --epochs 2 --checkpoint-dir {tmp_path} --nproc 2 {end}"
     with Run("bash", "-c", f"set -o pipefail; {command}") as run:
         assert run.wait() == 0, run.text
         run.assert_nobody_left()
-        told = "warning: standard output cannot be written to (Broken pipe): continuing without\n"
-        assert run.err == told, run.text
+        told = f"warning: standard output cannot be written to ({reason}): continuing without\n"
+        assert run.err == (told if reason else ""), run.text
     assert (tmp_path / "checkpoint-000002.pt").exists()
 
 

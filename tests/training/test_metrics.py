@@ -46,3 +46,9 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
         assert str(error.value).startswith(f"cannot write metrics to {tmp_path / place}: ")
         assert "--log-dir" in str(error.value)
         assert "\n" not in str(error.value)
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    writer = MetricsWriter(tmp_path)
+    with pytest.raises(UsageError, match=r"cannot write metrics to .*: No space left on device"):
+        writer.log(1, loss=0.5)
+    with pytest.raises(OSError, match="No space left"):
+        writer.close()
