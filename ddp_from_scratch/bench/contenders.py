@@ -195,12 +195,6 @@ CONTENDERS = [
         if option in OF_TORCH
     ],
     ContenderSpec(f"{TORCH}, ZeroRedundancyOptimizer", torch_zero, _TORCHS, ("adamw",)),
-    # The ladder: each rung adds one idea to the last.
-    ContenderSpec(
-        "Reducer, one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False), rung=True
-    ),
-    ContenderSpec("Reducer, one flat bucket", reducer(**_FLAT_BUCKET), rung=True),
-    ContenderSpec("Reducer, buckets at the end", reducer(overlap=False), rung=True),
     ContenderSpec("Reducer, no shared memory", reducer(shared_memory=False), ("gloo",)),
     ContenderSpec("Reducer", reducer()),
     ContenderSpec("Reducer, views", reducer(**_VIEWS)),

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,10 +71,10 @@ def _seed(turn: int) -> None:
 def rounds_for(
     seconds: float | None, count: int | None, device: torch.device, title: str
 ) -> Iterator[int]:
-    """Returns rounds for `interleave`: `count` of them, or as many as rank 0's clock allows.
+    """Yields rounds for `interleave`: `count` of them, or as many as rank 0's clock allows.
 
-    The clock allows at least `FEWEST_ROUNDS`. Rank 0 shows a progress bar at once; the time starts
-    with the first round, after the warm-up.
+    The clock allows at least `FEWEST_ROUNDS`, and starts with the first round. Rank 0 shows a
+    progress bar.
     """
     bar = tqdm(
         total=count or round(seconds or 0.0),
@@ -84,12 +83,6 @@ def rounds_for(
         disable=dist.get_rank() != 0 or None,  # None: not on a terminal, either
         leave=False,
     )
-    return _rounds(seconds, count, device, bar)
-
-
-def _rounds(
-    seconds: float | None, count: int | None, device: torch.device, bar: "tqdm[Any]"
-) -> Iterator[int]:
     began, turn = time.perf_counter(), 0
     while True:
         passed = time.perf_counter() - began

@@ -1,6 +1,6 @@
 """Tables of timed contenders, and the verdict in words below them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
@@ -87,22 +87,6 @@ def table(run: Run) -> str:
     headers = ["", "ms", "quartiles", *ratios]
     headers += ["CPU ms"] * (len(rows[0]) - len(headers))
     return text_table(headers, rows)
-
-
-def ways_table(runs: Mapping[str, Run]) -> str:
-    """Tables both ratios of each contender in each way of running."""
-    rows = []
-    for s in next(iter(runs.values())).samples:
-        row = [s.name]
-        # A contender that one way left out still has a row.
-        for run in runs.values():
-            own = next((o for o in run.samples if o.name == s.name), None)
-            for other in (run.torch_ddp, run.alone):
-                ratio = run.ratio(own, other) if own is not None else None
-                row.append("-" if ratio is None else f"{ratio[0]:.2f}")
-        rows.append(row)
-    headers = [f"{way}{base}" for way in runs for base in (" / torch DDP", " / no comm.")]
-    return text_table(["", *headers], rows)
 
 
 def _with_interval(ratio: Interval | None) -> str:

@@ -21,8 +21,8 @@ from ddp_from_scratch.bench.contenders import (
     contenders,
     rows,
 )
-from ddp_from_scratch.bench.machine import available_memory, content_of
-from ddp_from_scratch.bench.samples import CpuUse, disturbance
+from ddp_from_scratch.bench.machine import content_of
+from ddp_from_scratch.bench.samples import disturbance
 from ddp_from_scratch.bench.timing import (
     check_equal,
     check_ranks,
@@ -31,7 +31,6 @@ from ddp_from_scratch.bench.timing import (
     warm_up,
 )
 from ddp_from_scratch.bench.workloads import Workload, workload
-from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.world import World, process_group
 
@@ -97,9 +96,7 @@ def measure(job: Job) -> dict[str, Any] | None:
         # Times mean nothing if contenders do not compute the same.
         check_equal(compared)
         rounds = rounds_for(job.seconds, job.rounds, world.device, job.title(of))
-        use = CpuUse()
         samples = interleave(compared, rounds, world.device)
-        others = use.others()
         check_ranks(compared)
         if world.rank != 0:
             return None
@@ -115,8 +112,8 @@ def measure(job: Job) -> dict[str, Any] | None:
         )
         if world.device.type == "cpu" and world.world_size == world.local_world_size:
             alone = next((s for s in samples if s.name == NO_COMMUNICATION), None)
-            cores = len(use.processors)
-            content["disturbed"] = disturbance(alone, others, world.world_size, cores)
+            cores = len(os.sched_getaffinity(0))
+            content["disturbed"] = disturbance(alone, world.world_size, cores)
         return content | {"left_out": left_out}
 
 
@@ -171,55 +168,30 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
     return start_ranks(rank, (nproc,))
 
 
-def check_memory(model: Workload, copies: int, nproc: int) -> None:
-    """Raises a UsageError if copies of a model would not fit into memory.
-
-    A copy counts as four times its parameters: parameters, momentum, gradients and buckets. All
-    contenders are in memory at once, since they take turns.
-    """
-    needed = 4 * model.parameter_bytes * copies * nproc
-    available = available_memory()
-    if available is not None and needed > available and not gpu.count():
-        raise UsageError(
-            f"{copies} copies of {model.name} on {nproc} ranks need about {needed / 2**30:.0f} "
-            f"GiB, and {available / 2**30:.0f} GiB are available: choose fewer with --contender, "
-            f"--model or --nproc"
-        )
-
-
-class RanksFailed(Exception):
-    """Ranks have failed and reported why; `code` is the exit code of the first."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the ranks ended with exit code {code}")
-        self.code = code
-
-
 def interleaved(job: Job) -> Content:
-    """Runs all contenders in the same processes, taking turns step by step."""
+    """Runs all contenders in the same processes, taking turns step by step.
+
+    Exits with the code of the first rank that failed, which has reported why.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         part = Path(folder) / "part.json"
         code = start(
             MODULE, job.backend, job.nproc, "--job", json.dumps(asdict(job)), "--into", part
         )
         if code:
-            raise RanksFailed(code)
+            raise SystemExit(code)
         content: Content = json.loads(part.read_text())
         return content
 
 
 def kept(job: Job) -> Content:
     """Runs `interleaved` with a glibc that keeps freed memory, so no page is mapped twice."""
-    before = {name: os.environ.get(name) for name in KEPT}
-    os.environ.update(KEPT)
+    os.environ.update(KEPT)  # the ranks inherit it
     try:
         return interleaved(job)
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in KEPT:
+            del os.environ[name]
 
 
 def alone(job: Job) -> Content:

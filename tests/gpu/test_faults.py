@@ -116,16 +116,6 @@ def test_a_loss_that_is_not_finite_is_known_when_the_copy_has_arrived(nccl2):
     assert nccl2(late_loss) == [(0, True)] * 2
 
 
-def share_of_others(world):
-    from ddp_from_scratch.bench.samples import CpuUse
-
-    return CpuUse().others()
-
-
-def test_a_benchmark_gathers_cpu_time(nccl2):
-    assert all(share is None or share >= 0 for share in nccl2(share_of_others))
-
-
 def uneven_batches(world):
     from tests.support.simgpu import trace
 
