@@ -123,24 +123,6 @@ def test_how_a_job_ends(ending, tmp_path):
 # Messages ----------------------------------------------------------------------------------------
 
 
-@on("mpi-3")
-def test_messages(world):
-    """Two tags, received in the other order; from any rank, into a strided tensor."""
-    if world.rank == 0:
-        for number in (1, 2):
-            dist.isend(torch.tensor([number]), dst=1, tag=number)
-        for _ in range(2):
-            tensor = torch.empty(4, 2)
-            sender = dist.recv(tensor.t())
-            assert tensor.eq(float(sender)).all()
-    else:
-        for number in (2, 1) if world.rank == 1 else ():
-            received = torch.empty(1, dtype=torch.int64)
-            dist.recv(received, src=0, tag=number)
-            assert received == number
-        dist.send(torch.full((2, 4), float(world.rank)), dst=0)
-
-
 @on("mpi-2")
 def test_messages_while_their_sender_sleeps(world):
     """MPI moves some only while their sender is in MPI, and it sleeps there until all have come."""

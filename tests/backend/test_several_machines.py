@@ -1,17 +1,13 @@
 """All-reduces of ranks on several machines, on one that stands for them."""
 
-import threading
 import time
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend import transport
 from ddp_from_scratch.backend.all_reduce import GATHERED, STAGED_FROM
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
 from ddp_from_scratch.backend.reduction import CHUNK
@@ -21,30 +17,6 @@ from tests.support.tiers import slow
 
 ROW = EAGER_NBYTES  # elements, enough to be staged
 PATIENCE = timedelta(seconds=20)
-
-
-def test_two_groups_may_open_their_connections_at_a_time():
-    """In two threads, on another rank in another order: neither may wait for the other here."""
-    begun, second, found = threading.Event(), threading.Event(), []
-
-    def open_gloo(store, rank, *_):
-        if rank == 0:
-            begun.set()
-            second.wait(20)
-        else:
-            second.set()
-        return dist.ProcessGroup(rank, 1)
-
-    with patch.object(transport, "open_gloo", open_gloo):
-        first, other = (
-            transport.GlooTransport(dist.HashStore(), rank, [0], PATIENCE) for rank in range(2)
-        )
-        thread = threading.Thread(target=lambda: found.append((first._gloo, second.is_set())))
-        thread.start()
-        assert begun.wait(20)
-        assert other._gloo is other._gloo
-        thread.join()
-    assert found[0][1], "the second group waited for the first"
 
 
 def over_machines(world, sizes):
@@ -167,35 +139,3 @@ for called, every in CALLED.items():
 @pytest.mark.parametrize(("called", "backend", "sizes"), CASES)
 def test_several_machines(ranks, called, backend, sizes):
     ranks(backend, sum(sizes))(called, sizes)
-
-
-def a_machine_that_falls_silent(world, folder):
-    """It comes to the meeting, and then its cable is pulled: MPI itself would wait for it."""
-    group = group_over(world, [1, 1])
-    group.set_timeout(timedelta(seconds=0.2))
-    options = dist.AllreduceOptions()
-    options.asyncOp = False  # as dist.all_reduce calls it where the caller waits
-    if world.rank == 0:
-        with pytest.raises(RuntimeError, match=r"did not end within 2\.2 s: ranks on other machin"):
-            group.allreduce([torch.ones(9)], options).wait()
-        Path(folder, "back").touch()
-    else:
-        everyone = group._nodes.everyone
-        by_mpi = everyone.exchange
-
-        def later(*arguments):
-            while not Path(folder, "back").exists():
-                threading.Event().wait(0.01)
-            by_mpi(*arguments)
-
-        everyone.exchange = later
-        with suppress(RuntimeError):  # nor can it wait longer than that
-            group.allreduce([torch.ones(9)], options).wait()
-    group._worker.close(10.0)
-    dist.barrier()
-    dist.destroy_process_group(group)
-
-
-@pytest.mark.slow
-def test_a_call_that_waits_leaves_mpi_in_time(ranks, tmp_path):
-    ranks("mpi", 2)(a_machine_that_falls_silent, tmp_path)
