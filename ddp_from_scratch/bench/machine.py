@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ def describe() -> dict[str, Any]:
     mpi = sys.modules.get("mpi4py.MPI")
     # An installed package may lie inside another repository.
     tracked = _git("ls-files", "--error-unmatch", __file__) is not None
+    but_results = (":/", ":(top,exclude)benchmarks/results")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *but_results)
     return {
         "processor": _processor(),
         # Only those that this process may use.
@@ -33,20 +34,10 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "torchvision": _version("torchvision"),
-        "numpy": _version("numpy"),
-        "mpi4py": _version("mpi4py"),
         "mpi": mpi and mpi.Get_library_version().partition("\0")[0].splitlines()[0],
         "commit": _git("rev-parse", "--short", "HEAD") if tracked else None,
-        "uncommitted_changes": uncommitted_changes(),
+        "uncommitted_changes": None if changed is None else bool(changed),
     }
-
-
-def uncommitted_changes() -> bool | None:
-    """True if tracked files, but for results, differ from the commit; None without a repository."""
-    others = (":/", ":(top,exclude)benchmarks/results")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *others)
-    return None if changed is None else bool(changed)
 
 
 def _processor() -> str:
@@ -58,13 +49,6 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str | None:

@@ -149,8 +149,6 @@ def report(job: Job, content: Content, results: Path | None) -> Run:
     samples = [Samples(**sample) for sample in content["samples"]]
     run = Run(samples, job.way != "alone", content.get("disturbed"))
     print(f"\n{content['title']}; {described(job.way, run)}\n{table(run)}")
-    for name, reason in content["left_out"].items():
-        print(f"left out: {name}: {reason}")
     print(verdict(run), flush=True)
     if results is not None:
         save(job.file_name, content, results)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
 
@@ -38,7 +39,7 @@ class Samples:
         return self.quartiles[1] / other.quartiles[1], float(low), float(high)
 
 
-def median_interval(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]") -> Interval:
+def median_interval(values: NDArray[np.float64]) -> Interval:
     """Returns the median, and the 2.5th and 97.5th percentiles of 2000 bootstrap medians."""
     # The bootstrap assumes no distribution of the noise. The seed makes it reproducible.
     low, high = np.percentile(_medians(values, np.random.default_rng(0)), [2.5, 97.5])
@@ -46,11 +47,9 @@ def median_interval(values: "np.ndarray[tuple[int, ...], np.dtype[np.float64]]")
 
 
 def _medians(
-    values: "Sequence[float] | np.ndarray[tuple[int, ...], np.dtype[np.float64]]",
-    random: np.random.Generator,
-) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]]":
-    medians: np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-    medians = np.median(random.choice(values, (_DRAWS, len(values))), axis=1)
+    values: Sequence[float] | NDArray[np.float64], random: np.random.Generator
+) -> NDArray[np.float64]:
+    medians: NDArray[np.float64] = np.median(random.choice(values, (_DRAWS, len(values))), axis=1)
     return medians
 
 
@@ -58,11 +57,7 @@ MOST_WALL = 1.3  # wall time of a step as a multiple of its CPU time
 
 
 def disturbance(alone: Samples | None, ranks: int, cores: int) -> str | None:
-    """Describes a sign that something else ran meanwhile; None if there is none.
-
-    `alone` are the steps without communication, and `cores` is the number of processors that the
-    `ranks` of this machine may use.
-    """
+    """Describes a sign that something else ran during the steps `alone`; None if there is none."""
     # A step without communication always computes. Ranks that share cores wait for one another, so
     # their times do not show other processes.
     if alone is None or not alone.cpu_milliseconds or ranks > cores:

@@ -33,10 +33,8 @@ def interleave(
 ) -> list[Samples]:
     """Times one step of each contender in every round, in a new random order each round.
 
-    Whatever slows the machine down affects all contenders. Call `warm_up` before.
-
-    `rounds` is consumed lazily, so it can check the clock (`rounds_for`). It must yield equally
-    many rounds on all ranks.
+    Call `warm_up` before. `rounds` is consumed lazily, so it can check the clock (`rounds_for`). It
+    must yield equally many rounds on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
     times: list[list[float]] = [[] for _ in contenders]
@@ -73,8 +71,7 @@ def rounds_for(
 ) -> Iterator[int]:
     """Yields rounds for `interleave`: `count` of them, or as many as rank 0's clock allows.
 
-    The clock allows at least `FEWEST_ROUNDS`, and starts with the first round. Rank 0 shows a
-    progress bar.
+    The clock starts with the first round. Rank 0 shows a progress bar.
     """
     bar = tqdm(
         total=count or round(seconds or 0.0),

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch import gpu, node  # noqa: F401  # node registers its backend
 from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,
     OPTIMIZERS,
-    Contender,
     ContenderSpec,
     contenders,
     rows,
@@ -32,9 +31,7 @@ from ddp_from_scratch.bench.timing import (
 )
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
-from ddp_from_scratch.world import World, process_group
-
-MODULE = "ddp_from_scratch.bench"
+from ddp_from_scratch.world import process_group
 
 # Makes glibc keep freed memory for later allocations. It ignores a first value above 32 MB.
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -88,10 +85,12 @@ def measure(job: Job) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     of = workload(job.model)
     with process_group(job.backend) as world:
-        groups = _groups(job, world)
-        torch.manual_seed(world.rank)
+        # Sorted, since making a group is collective and needs the same order on all ranks.
+        others = sorted({spec.group for spec in job.rows if spec.group} - {world.backend})
+        groups: dict[str, Any] = {backend: dist.new_group(backend=backend) for backend in others}
         # Batches differ between ranks, as in training; `contenders` seeds the models.
-        compared, left_out = _make(job, of, world, groups)
+        torch.manual_seed(world.rank)
+        compared = contenders(of, world.device, job.rows, groups, OPTIMIZERS[job.optimizer])
         warm_up(compared)
         # Times mean nothing if contenders do not compute the same.
         check_equal(compared)
@@ -114,38 +113,7 @@ def measure(job: Job) -> dict[str, Any] | None:
             alone = next((s for s in samples if s.name == NO_COMMUNICATION), None)
             cores = len(os.sched_getaffinity(0))
             content["disturbed"] = disturbance(alone, world.world_size, cores)
-        return content | {"left_out": left_out}
-
-
-def _groups(job: Job, world: World) -> dict[str, dist.ProcessGroup]:
-    groups: dict[str, dist.ProcessGroup] = {}
-    # Sorted, since making a group is collective and needs the same order on all ranks.
-    for backend in sorted({spec.group for spec in job.rows if spec.group} - {world.backend}):
-        if backend == "node":
-            # Registers the backend, which other jobs do not need.
-            import ddp_from_scratch.node  # noqa: F401
-        group = dist.new_group(backend=backend)
-        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-        groups[backend] = group
-    return groups
-
-
-def _make(
-    job: Job, of: Workload, world: World, groups: dict[str, dist.ProcessGroup]
-) -> tuple[list[Contender], dict[str, str]]:
-    made: list[Contender] = []
-    left_out: dict[str, str] = {}
-    for spec in job.rows:
-        state = torch.get_rng_state()  # the same batch for all
-        try:
-            made += contenders(
-                of, world.device, [spec], groups, OPTIMIZERS[job.optimizer], not made
-            )
-        except (TypeError, ValueError) as error:
-            # All ranks raise this, since they have the same model, so none waits for another.
-            left_out[spec.name] = str(error)
-        torch.set_rng_state(state)
-    return [replace(c, start=made[0].start) for c in made], left_out
+        return content
 
 
 # Ways to run the ranks ----------------------------------------------------------------------------
@@ -175,9 +143,8 @@ def interleaved(job: Job) -> Content:
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         part = Path(folder) / "part.json"
-        code = start(
-            MODULE, job.backend, job.nproc, "--job", json.dumps(asdict(job)), "--into", part
-        )
+        options = ("--job", json.dumps(asdict(job)), "--into", part)
+        code = start("ddp_from_scratch.bench", job.backend, job.nproc, *options)
         if code:
             raise SystemExit(code)
         content: Content = json.loads(part.read_text())
@@ -212,7 +179,6 @@ def alone(job: Job) -> Content:
     merged = contents[0]
     for other in contents[1:]:
         merged["samples"] += other["samples"]
-        merged["left_out"] |= other["left_out"]
         merged["disturbed"] = merged.get("disturbed") or other.get("disturbed")
     return merged
 

@@ -1,11 +1,10 @@
 """Workloads: models to train, each with the batch of one rank."""
 
-import importlib.util
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,10 +44,14 @@ def workload(name: str) -> Workload:
 
 
 def _of_file(path: Path, function: str) -> Workload:
+    sys.path.insert(0, str(path.parent))  # like a script, the file may import its neighbours
     try:
-        make = getattr(_import(path), function)
-    except (OSError, SyntaxError, ImportError, AttributeError) as error:
+        names = runpy.run_path(str(path))
+    except (OSError, SyntaxError, ImportError) as error:
         raise UsageError(f"cannot take {function} from {path}: {one_line(error)}") from error
+    if function not in names:
+        raise UsageError(f"cannot take {function} from {path}: it has no such name")
+    make = names[function]
     made = make()
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise UsageError(
@@ -58,18 +61,6 @@ def _of_file(path: Path, function: str) -> Workload:
     name = f"{path.name}:{function}, {_megabytes(made[0])}"
     loss = made[2] if len(made) == 3 else _classification_loss
     return Workload(name, lambda: make()[0], lambda: make()[1], loss)
-
-
-def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Like a script, the file may import its neighbours.
-    sys.path.insert(0, str(path.parent))
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _of_torchvision(name: str) -> Workload:

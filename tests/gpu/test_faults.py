@@ -1,7 +1,6 @@
 """Programs on a simulated GPU that an earlier version of the library broke."""
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
@@ -16,24 +15,6 @@ def normed():
 
 def step(module):
     module(torch.randn(4, 8).to("cuda")).square().mean().backward()
-
-
-def in_a_group_of_another_name(world):
-    from tests.support.simgpu import nccl
-
-    nccl.install(dist.group.WORLD.kind, "nccl-other")
-    group = dist.new_group(backend="nccl-other")
-    module = normed()
-    reducer = ddp.Reducer(module, process_group=group, check_every=1)
-    for _ in range(2):
-        step(module)
-    reducer.remove()
-    ddp.check_sync(module, process_group=group)
-    dist.destroy_process_group(group)
-
-
-def test_nccl_by_another_name(sim):
-    sim(in_a_group_of_another_name)
 
 
 def late_loss(world):

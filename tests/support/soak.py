@@ -1,23 +1,17 @@
-"""Random collectives, checked against numpy, for as long as you like.
-
-    mpirun -n 4 python -m tests.support.soak --operations 20000 --seed 1
+"""Random collectives, checked against numpy.
 
 Kinds, shapes, dtypes, reductions, roots, groups and the number of operations under way at once are
 drawn from one seed, the same on all ranks; each rank computes with numpy what it must receive.
 Every few hundred operations one of the groups, which overlap, makes way for another.
 """
 
-import argparse
 import random
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-import ddp_from_scratch as ddp
 
 Op = dist.ReduceOp
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -267,20 +261,3 @@ def soak(operations: int, seed: int, kinds: list[str]) -> tuple[list[str], int]:
     for group in groups[1:]:
         close(group)
     return wrong, checked
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operations", type=int, default=20000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with ddp.process_group("mpi") as world:
-        wrong, checked = soak(options.operations, options.seed, [*KINDS])
-    found = f"rank {world.rank}: {checked} results checked, {len(wrong)} wrong"
-    print(found, *wrong[:20], sep="\n")
-    return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
