@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import socket
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from tests.tutorial.test_programs import form
 CHAPTER = TUTORIAL_PAGES[14].parent
 PAGE = TUTORIAL_PAGES[14].read_text()
 SHOWN = PAGE.split("The first of them prints\n\n```text\n")[1].split("```")[0]
-PROGRAM = runpy.run_path(str(CHAPTER / "under_mpi.py"))
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0"}
 # Whatever PATH says: the Python of this test.
 OURS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}

@@ -147,12 +147,12 @@ class SimNCCL(dist.ProcessGroup):
         return self._run("barrier", self._gloo.barrier, [], [])
 
 
-def install(kind: str, name: str = "nccl") -> None:
-    """Makes the backend `name` open such groups, which wait as those of torch's class `kind` do."""
+def install(kind: str) -> None:
+    """Makes the backend "nccl" open such groups, which wait as those of torch's `kind` do."""
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimNCCL:
         return SimNCCL(store, rank, size, timeout, kind)
 
     # Records nothing: torch 2.15 asks for a name that only groups made in C++ have.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-    dist.Backend.register_backend(name, create, devices=["cuda"])
+    dist.Backend.register_backend("nccl", create, devices=["cuda"])
