@@ -121,13 +121,6 @@ class Operation:
         tensor = self.mine(self.count)
         return dist.all_reduce(tensor, self.op, **self.on), [tensor], [self.reduced(self.count)]
 
-    def coalesced(self) -> Started:
-        tensors = [self.mine(self.count) for _ in range(3)]
-        with dist.distributed_c10d._coalescing_manager(self.group, async_ops=True) as handle:
-            for tensor in tensors:
-                dist.all_reduce(tensor, self.op, self.group)
-        return handle, tensors, [self.reduced(self.count)] * 3
-
     def reduce(self) -> Started:
         tensor = self.mine(self.count)
         handle = dist.reduce(tensor, op=self.op, group_dst=self.root, **self.on)
@@ -189,13 +182,6 @@ class Operation:
         received = [np.split(values, ends)[self.me] for values in self.everyones(whole)]
         return handle, outputs, [np.concatenate(received)]
 
-    def all_to_all_evenly(self) -> Started:
-        """Rows of two elements, as many for each, which torch is given no counts of."""
-        whole = 2 * self.count * self.size
-        outputs, given = self.empty(whole), self.mine(whole)
-        handle = dist.all_to_all_single(outputs[0].view(-1, 2), given.view(-1, 2), **self.on)
-        return handle, outputs, [np.concatenate([*map(self.my_part, self.everyones(whole))])]
-
     def ring(self) -> Started:
         before, after = ((self.me + step) % self.size for step in (-1, 1))
         outputs, tag = self.empty(self.count), self.number % 1000
@@ -214,9 +200,9 @@ def numpy_type(dtype: torch.dtype) -> Any:
 
 
 KINDS = (
-    *("all_reduce", "coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
+    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
     *("all_gather", "all_gather_into_tensor", "gather", "scatter", "all_to_all"),
-    *("all_to_all_single", "all_to_all_evenly", "ring", "barrier"),
+    *("all_to_all_single", "ring", "barrier"),
 )
 
 
