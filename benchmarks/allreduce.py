@@ -9,9 +9,7 @@ Examples:
 
 One MPI job holds all contenders, which take turns: gloo (a group beside the mpi group), mpi with
 an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is, a
-megabyte at a time, and with the allocator told to keep its pages (glibc). Where `deepspeed` can be
-imported and built (a C++ compiler and ninja), its all-reduce in shared memory is one of them:
-"DeepSpeed", whose ranks wait without giving up their cores. "mpi, alone" is the same
+megabyte at a time, and with the allocator told to keep its pages (glibc). "mpi, alone" is the same
 call in a group of one rank, which meets no other: for small tensors the time of torch's and this
 library's Python. With a GPU for each rank nccl is measured, too. A turn is a single call from
 1 MB on, and up to 50 in a row below. The slowest rank counts.
@@ -37,7 +35,6 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness import deepspeed
 from benchmarks.harness.launch import make_parser
 from benchmarks.harness.report import draw_lines, write
 from ddp_from_scratch import UsageError, process_group, start_ranks
@@ -81,7 +78,6 @@ def main() -> int:
     text = "default: 4^4 to 4^13"
     parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, metavar="N", help=text)
     parser.add_argument("--quick", action="store_true", help="every other size, a third the rounds")
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # for ranks
     options = parser.parse_args()
     if min(options.nproc) < 2 or min(options.bytes) < 8:
         raise UsageError("--nproc must be 2 or more and --bytes 8 or more")
@@ -90,10 +86,6 @@ def main() -> int:
         return 0
     for count in options.nproc:
         rank = [sys.executable, "-m", "benchmarks.allreduce", *sys.argv[1:]]
-        if reason := deepspeed.missing(count):
-            print(f"without {deepspeed.NAME}: {reason}", flush=True)
-        else:
-            rank.append("--deepspeed")
         if code := start_mpirun(count, rank):
             return code
         if torch.cuda.device_count() >= count and (code := start_ranks(rank, (count,))):
@@ -105,7 +97,6 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)  # a rank has one core, as in training
     backend = "mpi" if environment.launcher() == "mpirun" else "nccl"
     with process_group(backend) as world:
-        rival = deepspeed.SharedMemory() if options.deepspeed and backend == "mpi" else None
         for collective, dtype in product(options.collective, options.dtype):
             sizes = sorted(options.bytes)[:: 2 if options.quick else 1]
             title = f"{collective}, {backend}, {dtype}"
@@ -119,8 +110,6 @@ def measure(options: argparse.Namespace) -> None:
                     compared = contenders_on_cpu(tensor)
                 else:
                     compared = contenders_on_gpu(tensor)
-                if rival is not None and collective == ALL_REDUCE and rival.has(tensor.dtype):
-                    compared[deepspeed.NAME] = Contender(partial(rival.all_reduce, tensor))
                 # Small calls are noisy and cheap, so they get more rounds, with many calls each.
                 rounds = max(5, min(200, 2**29 // nbytes)) // (3 if options.quick else 1)
                 calls = max(1, min(50, 2**20 // nbytes))

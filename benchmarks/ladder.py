@@ -54,7 +54,7 @@ CAPTIONS = {
 
 
 def main() -> int:
-    return run_on_ranks("benchmarks.ladder", parse(sys.argv[1:]), measure, 1)
+    return run_on_ranks("benchmarks.ladder", parse(sys.argv[1:]), measure)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

@@ -143,7 +143,7 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
                 if trained is None:
                     trained = (name, parameters)
                 check_distance((name, trained[0]), parameters, trained[1], initial)
-    size = WORKLOADS[model].parameter_bytes
+    size = sum(parameter.nbytes for parameter in initial)
     print(f"\n{title}: MB more than before the model was made\n{table(samples, size)}", flush=True)
     settings = {"benchmark": "memory", "model": model, "backend": backend, "nproc": options.nproc}
     settings["optimizer"] = optimizer

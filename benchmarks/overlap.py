@@ -74,7 +74,7 @@ class Overlap:
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    return run_on_ranks("benchmarks.overlap", options, measure, 2 + 4 * len(options.cap))
+    return run_on_ranks("benchmarks.overlap", options, measure)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

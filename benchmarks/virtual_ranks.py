@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers"
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    return run_on_ranks("benchmarks.virtual_ranks", options, measure, 2 + len(TIMES))
+    return run_on_ranks("benchmarks.virtual_ranks", options, measure)
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:

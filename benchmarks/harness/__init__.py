@@ -1,1 +1,1 @@
-"""Shared by the benchmarks: options and ranks, pictures, a wire, a model of costs."""
+"""Shared by the benchmarks: options and ranks, pictures, a wire."""

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness.report import RESULTS
 from ddp_from_scratch import UsageError, process_group
-from ddp_from_scratch.bench.ways import check_memory, start
+from ddp_from_scratch.bench.ways import start
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.world import World
@@ -104,17 +104,14 @@ def run_on_ranks(
     name: str,
     options: argparse.Namespace,
     measure: Callable[[argparse.Namespace, World, str, str], None],
-    copies: int,
 ) -> int:
     """Starts `python -m NAME` on the ranks of each backend, or measures on this rank.
 
-    `measure` gets the options, the world, the name of a model, and a title; `copies` of the model
-    are in memory at once. Returns the exit code of the first rank that failed, or 0.
+    `measure` gets the options, the world, the name of a model, and a title. Returns the exit code
+    of the first rank that failed, or 0.
     """
     if environment.launcher() == "none":
         for backend in options.backend:
-            for model in options.model:
-                check_memory(WORKLOADS[model], copies, options.nproc)
             if code := start(name, backend, options.nproc, *sys.argv[1:]):
                 return code
         return 0

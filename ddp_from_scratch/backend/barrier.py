@@ -41,30 +41,19 @@ class BarrierMemory:
         semaphores | counters | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
 
     Fingerprints, heard and eager buffers exist twice, for even and odd meetings: a fast rank writes
-    for the next meeting while a slow rank still reads. It gets no further ahead than that, since
-    the next meeting needs all ranks.
-
-    The constructor is collective. Attributes hold one item per rank; those with (*) are shared.
-
-    Attributes:
-        arrived, passed: the number of waits that the rank has reached, and that it has left.
-        left, lost: 1 once the rank has left the group, or others have given up on it.
-        gave_up: (*) the number of a meeting that some rank gave up; no rank may continue after it.
-        fingerprints: a pair; the operation that the rank is about to run.
-        heard: (*) a pair; the fingerprints of every machine's first rank.
-        eager: small tensors that the rank sends with a meeting; uint8, shape (2, eager_nbytes).
+    for the next meeting, which needs all ranks, while a slow rank still reads. Attributes hold one
+    item per rank; `gave_up` and `heard` are shared. The constructor is collective.
     """
 
     def __init__(self, node: Transport, machines: int) -> None:
         self.eager_nbytes = EAGER_NBYTES // max(node.size, 2) // 64 * 64
-        heard_nbytes = machines * FINGERPRINT_NBYTES if machines > 1 else 0
         fields = np.dtype(
             [
                 ("semaphores", "u1", semaphores_nbytes(node.size)),
                 *((name, "i8") for name in ("arrived", "passed", "left", "lost", "gave_up")),
                 ("rest", "u1", 24),  # padding: the counters have a cache line of their own
                 ("fingerprints", "u1", (2, FINGERPRINT_NBYTES)),
-                ("heard", "u1", (2, heard_nbytes)),
+                ("heard", "u1", (2, machines, FINGERPRINT_NBYTES)),
             ]
         )
         memory = SharedMemory(node, fields.itemsize + 2 * self.eager_nbytes)
@@ -73,11 +62,14 @@ class BarrierMemory:
         segments[node.rank][: fields.itemsize].zero_()
         # Making a view takes longer than a meeting, so all of them are made here.
         each = [segment[: fields.itemsize].numpy().view(fields) for segment in segments]
+        # The number of waits that a rank has reached, and that it has left.
         self.arrived, self.passed = ([one[name] for one in each] for name in ("arrived", "passed"))
+        # 1 once a rank has left the group, or others have given up on it.
         self.left, self.lost = [one["left"] for one in each], [one["lost"] for one in each]
+        # The number of a meeting that some rank gave up; no rank may continue after it.
         self.gave_up = each[0]["gave_up"]
         self.fingerprints = [[part.data for part in one["fingerprints"][0]] for one in each]
-        self.heard = [part.data for part in each[0]["heard"][0]]
+        self.heard = each[0]["heard"][0]
 
 
 # Advances messages in flight; returns the seconds until it must be called again.
@@ -99,10 +91,7 @@ class CheckedBarrier:
     4. compare: every rank reads all fingerprints, and all ranks raise if they differ.
 
     `wait` is step 2 alone. An operation may call it any number of times after its meeting.
-
-    Attributes:
-        rank, size: this rank's index among the ranks of its machine, and their number.
-        same_place: True if all ranks gave the same place at the last meeting; equal on all ranks.
+    `rank` and `size` are those among the ranks of this machine.
     """
 
     def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
@@ -114,7 +103,7 @@ class CheckedBarrier:
         self._memory = memory = BarrierMemory(nodes.node, nodes.count)
         self.eager, self.eager_nbytes = memory.eager, memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
-        self.same_place = True
+        self.same_place = True  # whether all ranks gave one place; equal on all ranks
         self._number = 0  # of meetings so far; equal on all ranks in one meeting
         # The number of waits so far, in meetings and after them, and its value at the last meeting.
         self._waits = self._met_at = 0
@@ -214,7 +203,8 @@ class CheckedBarrier:
             # one that no rank gives.
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
                 own[bytes(own).index(b"\n") + 1] = ord("*")
-            arrived = self._nodes.peers.begin_allgather(own, self._memory.heard[parity])
+            heard = self._memory.heard[parity].reshape(-1).data
+            arrived = self._nodes.peers.begin_allgather(own, heard)
             # Polled with growing pauses, since no semaphore reaches another machine.
             pause = 1e-5
             while True:
@@ -234,7 +224,7 @@ class CheckedBarrier:
     def _compare(self, own: bytes, parity: int) -> None:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._nodes.count > 1:
-            found += operations.split_fingerprints(bytes(self._memory.heard[parity]))
+            found += [bytes(one) for one in self._memory.heard[parity]]
         # Compared as bytes, since every collective pays for decoding.
         self.same_place = True
         for other in found:

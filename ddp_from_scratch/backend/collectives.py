@@ -29,9 +29,6 @@ from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
 from ddp_from_scratch.backend.transport import write_back
 from ddp_from_scratch.backend.work import Operation, Result
 
-# Pairs of ranks that an error names.
-_NAMED_PAIRS = 5
-
 
 class CollectivesGroup(SharedMemoryGroup):
     """A process group with all of torch's collectives."""
@@ -252,16 +249,10 @@ class CollectivesGroup(SharedMemoryGroup):
             self._check_pairs(kind, by_source.T, by_target, received[0].dtype)
             begins = (by_source.cumsum(1) - by_source)[:, self.rank()] * nbytes
             most = int(by_source.sum(1).max()) * nbytes
-            eager = self._exchange.is_eager(own.nbytes + most)
-            if eager:  # then every rank has brought its parts, behind its sizes
-                begins, most = begins + own.nbytes, most + own.nbytes
-            self._exchange(sent, received, most, begins.tolist(), prepared=eager)
+            self._exchange(sent, received, most, begins.tolist(), prepared=False)
             return list(result)
 
-        def prepare() -> str:
-            eager = self._exchange.is_eager(own.nbytes + sum(part.nbytes for part in sent))
-            return self._exchange.prepare([own, *sent] if eager else [own], own.nbytes)
-
+        prepare = partial(self._exchange.prepare, [own], own.nbytes)
         return Operation(f"{kind} of {received[0].dtype}", run, prepare)
 
     def _check_pairs(
@@ -274,7 +265,5 @@ class CollectivesGroup(SharedMemoryGroup):
             f"{names[target]}, which expects {expected[target, source]}"
             for target, source in (sent != expected).nonzero().tolist()
         ]
-        if len(wrong) > _NAMED_PAIRS:
-            wrong[_NAMED_PAIRS:] = [f"and {len(wrong) - _NAMED_PAIRS} more"]
         if wrong:
             raise self.checked_barrier.fail(f"{kind} does not fit: {'; '.join(wrong)}")

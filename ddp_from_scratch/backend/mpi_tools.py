@@ -59,15 +59,12 @@ class TorchBackend(c10d.Backend):
     supports_shrinking = False
     supports_reconfigure = False
     supports_window = False
+    options: Any = None
 
     def __init__(self, name: str, rank: int, size: int, run: Run) -> None:
         super().__init__(rank, size)
         self._name, self._run = name, run
-        self._options = c10d.Backend.Options(name)
-
-    @property
-    def options(self) -> c10d.Backend.Options:
-        return self._options
+        self.options = c10d.Backend.Options(name)
 
     def getBackendName(self) -> str:
         return self._name
@@ -83,7 +80,7 @@ class CPUBackend(TorchBackend):
     def __init__(self, group: ProcessGroupMPI, timeout: timedelta) -> None:
         super().__init__(group.backend, group.rank(), group.size(), self._call)
         self._group = group
-        self._options._timeout = timeout
+        self.options._timeout = timeout
         self._sequence = 0  # TORCH_DISTRIBUTED_DEBUG=DETAIL compares the ranks' numbers of calls
 
     def _call(self, name: str, arguments: tuple[Any, ...]) -> dist.Work:

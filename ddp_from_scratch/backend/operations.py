@@ -150,11 +150,6 @@ def operation_in(encoded: bytes) -> str:
     return encoded.partition(b"\n")[0].decode()
 
 
-def split_fingerprints(joined: bytes) -> list[bytes]:
-    """Splits concatenated fingerprints."""
-    return [joined[i : i + FINGERPRINT_NBYTES] for i in range(0, len(joined), FINGERPRINT_NBYTES)]
-
-
 def describe_difference(here: Sequence[tuple[int, str]], elsewhere: Sequence[str]) -> str:
     """`rank 0 broadcast(...); ranks 1, 2 all_reduce(...)`, then operations of other machines."""
     operations = dict.fromkeys(operation for _, operation in here)

@@ -170,17 +170,6 @@ class SharedMemory:
         self._arrays.clear()
 
 
-def can_share(node: Transport) -> bool:
-    """True if these ranks can share enough memory to meet. Collective: equal on all ranks."""
-    try:
-        SharedMemory(node, _TO_MEET // node.size).free()
-    except NoSharedMemory as error:
-        if node.rank == 0:
-            warnings.warn(f"messages take the place of shared memory: {error}", stacklevel=2)
-        return False
-    return True
-
-
 def _map(node: Transport, nbytes: int) -> mmap.mmap:
     if node.size == 1:
         try:
@@ -256,9 +245,15 @@ class Nodes:
     @classmethod
     def of(cls, everyone: Transport) -> Self:
         """Finds the ranks that share memory. Collective."""
-        here = everyone.split_by_machine()
+        here, shared = everyone.split_by_machine(), SEMAPHORES_AVAILABLE
+        try:
+            if shared:
+                SharedMemory(here, _TO_MEET // here.size).free()
+        except NoSharedMemory as error:
+            shared = False
+            if here.rank == 0:
+                warnings.warn(f"messages take the place of shared memory: {error}", stacklevel=2)
         # If containers on a machine cannot share memory, each rank counts as a machine.
-        shared = SEMAPHORES_AVAILABLE and can_share(here)
         node = here.split(0 if shared else here.rank)
         here.free()
         peers = everyone.split(node.rank)

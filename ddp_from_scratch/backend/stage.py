@@ -28,12 +28,10 @@ class Stage:
         rank 1's segment   | piece 0 | piece 1 | piece 2 |   | piece 3 | ...
 
     With three slots, one barrier per piece is enough: while a fast rank copies piece k + 1 in, a
-    slow one may still reduce piece k, or copy the result of piece k - 1 out. The next tensor starts
-    in the slot after that of the last piece. The constructor is collective.
+    slow one may still reduce piece k, or copy the result of piece k - 1 out.
 
-    Attributes:
-        owners: how many ranks of each machine reduce a share: those of the smallest machine.
-        shares_memory: True if two ranks of some machine share memory, and all can map a stage.
+    `owners` is how many ranks of each machine reduce a share, and `shares_memory` is True if two
+    ranks of some machine share memory, and all can map a stage. The constructor is collective.
     """
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier) -> None:
@@ -137,7 +135,7 @@ class Exchange:
 
     def prepare(self, sent: Sequence[torch.Tensor], most: int) -> str:
         """Copies small tensors to the eager buffer before the ranks meet; see `__call__`."""
-        if self.is_eager(most):
+        if self._is_eager(most):
             buffer, at = self._barrier.eager[self._barrier.rank][1 - self._barrier.parity], 0
             for tensor in sent:
                 buffer[at : at + tensor.nbytes].copy_(flat_bytes(tensor.contiguous()))
@@ -218,7 +216,7 @@ class Exchange:
         self._nodes.everyone.exchange([parts[own]] * self._size, parts)
         write_back(dense, tensor)
 
-    def is_eager(self, most: int) -> bool:
+    def _is_eager(self, most: int) -> bool:
         """True if so many bytes from each rank fit into the eager buffers of a meeting."""
         # Ranks on other machines cannot read the eager buffers.
         return self._nodes.count == 1 and most <= self._barrier.eager_nbytes
@@ -227,7 +225,7 @@ class Exchange:
         self, sent: Sequence[torch.Tensor], most: int, prepared: bool
     ) -> Iterable[tuple[int, list[torch.Tensor]]] | None:
         """Returns where each piece begins, and its bytes on each rank; None to send messages."""
-        if prepared and self.is_eager(most):
+        if prepared and self._is_eager(most):
             return [(0, [pair[self._barrier.parity] for pair in self._barrier.eager])]
         if self._nodes.count > 1 or not self._stage.open():
             return None

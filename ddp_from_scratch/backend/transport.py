@@ -32,9 +32,8 @@ class Transport(Protocol):
     @property
     def size(self) -> int: ...
 
-    # Also used as broadcast and barrier: only setup calls it, so its speed does not matter.
     def allgather(self, value: Any) -> list[Any]:
-        """Returns every rank's value, in rank order, after all ranks have called it."""
+        """Returns every rank's value, in rank order. Only setup calls it, also as a barrier."""
 
     def split(self, color: int) -> Self:
         """Returns a transport of the ranks that pass the same color, in the same order."""
@@ -105,7 +104,6 @@ class GlooTransport:
     rank: int
     world_ranks: list[int]
     timeout: timedelta  # of each call
-    machine: str = field(default_factory=this_machine)
     # This machine's, by world rank, once `split_by_machine` was called.
     processes: ProcessWatch = field(default_factory=lambda: ProcessWatch([]))
     # The number of calls so far; equal on all ranks in one call.
@@ -161,12 +159,13 @@ class GlooTransport:
         return self._part(color, self.allgather(color))
 
     def split_by_machine(self) -> "GlooTransport":
-        found = self.allgather((self.machine, os.getpid()))
+        here = this_machine()
+        found = self.allgather((here, os.getpid()))
         pids = [0] * (max(self.world_ranks) + 1)
         for world_rank, (machine, pid) in zip(self.world_ranks, found, strict=True):
-            pids[world_rank] = pid if machine == self.machine else 0
+            pids[world_rank] = pid if machine == here else 0
         self.processes = ProcessWatch(pids)
-        return self._part(self.machine, [machine for machine, _ in found])
+        return self._part(here, [machine for machine, _ in found])
 
     def _part(self, color: object, colors: list[Any]) -> "GlooTransport":
         members = [rank for rank, other in enumerate(colors) if other == color]

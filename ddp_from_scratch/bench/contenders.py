@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from ddp_from_scratch.bench.workloads import Workload
 from ddp_from_scratch.optim.flat_optimizer import SGD, AdamW, FlatOptimizer
@@ -25,8 +26,6 @@ Group = dist.ProcessGroup | None
 # and warn about the old name `broadcast_buffers`.
 OF_TORCH = set(inspect.signature(DistributedDataParallel).parameters)
 _SYNC_BUFFERS = max({"forward_sync_buffers", "broadcast_buffers"} & OF_TORCH)
-
-_ENDLESS = 10**9  # steps
 
 # Does not broadcast buffers, as a Reducer does not.
 TORCH_BEST: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
@@ -117,7 +116,7 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
         if made is not None:
             made.append(averaging)
         if timeline:
-            Timeline(averaging, None, steps=_ENDLESS)
+            Timeline(averaging, None, steps=10**9)  # more than there are
         return _two_calls(model, optimizers.fused(model))
 
     return prepare
@@ -195,12 +194,6 @@ CONTENDERS = [
         if option in OF_TORCH
     ],
     ContenderSpec(f"{TORCH}, ZeroRedundancyOptimizer", torch_zero, _TORCHS, ("adamw",)),
-    # The ladder: each rung adds one idea to the last.
-    ContenderSpec(
-        "Reducer, one all-reduce per parameter", reducer(bucket_cap_mb=0, overlap=False), rung=True
-    ),
-    ContenderSpec("Reducer, one flat bucket", reducer(**_FLAT_BUCKET), rung=True),
-    ContenderSpec("Reducer, buckets at the end", reducer(overlap=False), rung=True),
     ContenderSpec("Reducer, no shared memory", reducer(shared_memory=False), ("gloo",)),
     ContenderSpec("Reducer", reducer()),
     ContenderSpec("Reducer, views", reducer(**_VIEWS)),
@@ -209,7 +202,6 @@ CONTENDERS = [
     # be faster; a shared one updates only a part. So their times may be below no communication.
     ContenderSpec("ddp.SGD", flat()),
     ContenderSpec("ddp.SGD, one flat bucket", flat(**_FLAT_BUCKET)),
-    ContenderSpec("ddp.SGD, backward_and_step", flat(at_once=True), rung=True),
     ContenderSpec("ddp.SGD, fuse_wgrad", flat(fuse_wgrad=True), SHARING),
     ContenderSpec("NodeSharedSGD", flat(at_once=True, shared=True), SHARING),
     ContenderSpec(
@@ -263,7 +255,7 @@ def contenders(
     # Other convolution kernels of a GPU round differently in each run, so contenders would differ.
     torch.backends.cudnn.deterministic = True
     # A single batch, since loading data is not measured. The caller seeds it by rank.
-    batch = _moved(workload.batch(), device)
+    batch = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), workload.batch())
     start: list[torch.Tensor] = []
 
     def contender(spec: ContenderSpec) -> Contender:
@@ -281,11 +273,3 @@ def contenders(
         return Contender(spec.name, model, step, start)
 
     return [contender(spec) for spec in specs]
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, dict):
-        return {key: _moved(value, device) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [_moved(value, device) for value in batch]
-    return batch.to(device) if isinstance(batch, torch.Tensor) else batch

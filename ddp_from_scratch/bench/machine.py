@@ -3,11 +3,11 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ def describe() -> dict[str, Any]:
     mpi = sys.modules.get("mpi4py.MPI")
     # An installed package may lie inside another repository.
     tracked = _git("ls-files", "--error-unmatch", __file__) is not None
+    but_results = (":/", ":(top,exclude)benchmarks/results")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *but_results)
     return {
         "processor": _processor(),
         # Only those that this process may use.
@@ -32,29 +34,10 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "torchvision": _version("torchvision"),
-        "numpy": _version("numpy"),
-        "mpi4py": _version("mpi4py"),
         "mpi": mpi and mpi.Get_library_version().partition("\0")[0].splitlines()[0],
         "commit": _git("rev-parse", "--short", "HEAD") if tracked else None,
-        "uncommitted_changes": uncommitted_changes(),
+        "uncommitted_changes": None if changed is None else bool(changed),
     }
-
-
-def uncommitted_changes() -> bool | None:
-    """True if tracked files, but for results, differ from the commit; None without a repository."""
-    others = (":/", ":(top,exclude)benchmarks/results")
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", *others)
-    return None if changed is None else bool(changed)
-
-
-def available_memory() -> int | None:
-    """Returns the bytes available without swapping; None if the system does not report them."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable")), None)
 
 
 def _processor() -> str:
@@ -66,13 +49,6 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _git(*arguments: str) -> str | None:
@@ -108,23 +84,16 @@ def save(name: str, content: Mapping[str, Any], folder: Path) -> None:
     print(f"written to {os.path.relpath(path)}", flush=True)
 
 
-def compact_json(value: Any, indent: str = "") -> str:
+def compact_json(content: Mapping[str, Any]) -> str:
     """Returns JSON with a line per key, a list of numbers on one line, and floats of 6 digits."""
-    inner = indent + " "
-    if isinstance(value, Mapping):
-        entries = [f"{json.dumps(str(k))}: {compact_json(v, inner)}" for k, v in value.items()]
-        opening, closing = "{}"
-    elif isinstance(value, list | tuple) and any(isinstance(entry, Mapping) for entry in value):
-        entries = [compact_json(entry, inner) for entry in value]
-        opening, closing = "[]"
-    else:
-        return json.dumps(_rounded(value))
-    separator = f",\n{inner}"
-    return f"{opening}\n{inner}{separator.join(entries)}\n{indent}{closing}"
+    text = json.dumps(_rounded(content), indent=1)
+    return re.sub(r"\[([^][{}]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
 def _rounded(value: Any) -> Any:
     # The other digits of a time are noise, and would triple the file.
+    if isinstance(value, Mapping):
+        return {key: _rounded(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(entry) for entry in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

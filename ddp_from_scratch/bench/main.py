@@ -46,21 +46,14 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
 from ddp_from_scratch.bench.machine import compact_json, save
 from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.verdict import Run, table, verdict, ways_table
-from ddp_from_scratch.bench.ways import (
-    WAYS,
-    Content,
-    Job,
-    RanksFailed,
-    check_memory,
-    default_ranks,
-    measure,
-)
+from ddp_from_scratch.bench.verdict import Run, table, verdict
+from ddp_from_scratch.bench.ways import WAYS, Content, Job, default_ranks, measure
 from ddp_from_scratch.bench.workloads import WORKLOADS, workload
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
@@ -74,7 +67,7 @@ def main(
     results: Path | None = None,
     draw: Draw | None = None,
 ) -> int:
-    """Runs the program; returns 0, or the exit code of the first rank that failed.
+    """Runs the program.
 
     `program` is the name in --help, `results` the default of --results. `draw` draws a job's runs,
     which are keyed by the way of running.
@@ -87,14 +80,15 @@ def main(
         return 0
     if environment.launcher() != "none":
         return _under_launcher(options)
-    try:
-        # Makes all jobs first, which reports any mistake before the first job runs.
-        for job in jobs(options):
-            runs = compare(job, options)
-            if draw is not None:
-                draw(job, runs, options.results)
-    except RanksFailed as failure:
-        return failure.code
+    for name in options.model:
+        workload(name)  # reports a mistake before the first job runs
+    for nproc, name in product(options.nproc, options.model):
+        job, runs = _job(options, name, nproc), {}
+        for way in options.way:
+            own = replace(job, way=way)
+            runs[way] = report(own, WAYS[way](own), options.results)
+        if draw is not None:
+            draw(job, runs, options.results)
     return 0
 
 
@@ -145,31 +139,9 @@ def _default_backends() -> list[str]:
     return ["gloo", "mpi"] if mpirun and importlib.util.find_spec("mpi4py") else ["gloo"]
 
 
-def jobs(options: argparse.Namespace) -> list[Job]:
-    """Makes a job per table. Raises a UsageError for an unknown model, or too little memory."""
-    found = []
-    for nproc in options.nproc:
-        for model in options.model:
-            job = _job(options, model, nproc)
-            check_memory(workload(model), len(job.rows), nproc)
-            found.append(job)
-    return found
-
-
 def _job(options: argparse.Namespace, model: str, nproc: int) -> Job:
     backends, chosen = list(dict.fromkeys(options.backend)), options.contender
     return Job(model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds)
-
-
-def compare(job: Job, options: argparse.Namespace) -> dict[str, Run]:
-    """Runs a job in each way, prints its tables and verdicts, and writes its files."""
-    runs = {}
-    for way in options.way:
-        own = replace(job, way=way)
-        runs[way] = report(own, WAYS[way](own), options.results)
-    if len(runs) > 1:
-        print(f"\nall ways of running\n{ways_table(runs)}", flush=True)
-    return runs
 
 
 def report(job: Job, content: Content, results: Path | None) -> Run:
@@ -177,8 +149,6 @@ def report(job: Job, content: Content, results: Path | None) -> Run:
     samples = [Samples(**sample) for sample in content["samples"]]
     run = Run(samples, job.way != "alone", content.get("disturbed"))
     print(f"\n{content['title']}; {described(job.way, run)}\n{table(run)}")
-    for name, reason in content["left_out"].items():
-        print(f"left out: {name}: {reason}")
     print(verdict(run), flush=True)
     if results is not None:
         save(job.file_name, content, results)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +33,8 @@ def interleave(
 ) -> list[Samples]:
     """Times one step of each contender in every round, in a new random order each round.
 
-    Whatever slows the machine down affects all contenders. Call `warm_up` before.
-
-    `rounds` is consumed lazily, so it can check the clock (`rounds_for`). It must yield equally
-    many rounds on all ranks.
+    Call `warm_up` before. `rounds` is consumed lazily, so it can check the clock (`rounds_for`). It
+    must yield equally many rounds on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
     times: list[list[float]] = [[] for _ in contenders]
@@ -72,10 +69,9 @@ def _seed(turn: int) -> None:
 def rounds_for(
     seconds: float | None, count: int | None, device: torch.device, title: str
 ) -> Iterator[int]:
-    """Returns rounds for `interleave`: `count` of them, or as many as rank 0's clock allows.
+    """Yields rounds for `interleave`: `count` of them, or as many as rank 0's clock allows.
 
-    The clock allows at least `FEWEST_ROUNDS`. Rank 0 shows a progress bar at once; the time starts
-    with the first round, after the warm-up.
+    The clock starts with the first round. Rank 0 shows a progress bar.
     """
     bar = tqdm(
         total=count or round(seconds or 0.0),
@@ -84,12 +80,6 @@ def rounds_for(
         disable=dist.get_rank() != 0 or None,  # None: not on a terminal, either
         leave=False,
     )
-    return _rounds(seconds, count, device, bar)
-
-
-def _rounds(
-    seconds: float | None, count: int | None, device: torch.device, bar: "tqdm[Any]"
-) -> Iterator[int]:
     began, turn = time.perf_counter(), 0
     while True:
         passed = time.perf_counter() - began

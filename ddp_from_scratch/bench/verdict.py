@@ -1,6 +1,6 @@
 """Tables of timed contenders, and the verdict in words below them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
@@ -19,10 +19,6 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         ).rstrip()
         for line in lines
     )
-
-
-# Up to this multiple of a step without communication, the verdict calls a step compute.
-_NOTHING = 1.05
 
 
 @dataclass(frozen=True)
@@ -89,22 +85,6 @@ def table(run: Run) -> str:
     return text_table(headers, rows)
 
 
-def ways_table(runs: Mapping[str, Run]) -> str:
-    """Tables both ratios of each contender in each way of running."""
-    rows = []
-    for s in next(iter(runs.values())).samples:
-        row = [s.name]
-        # A contender that one way left out still has a row.
-        for run in runs.values():
-            own = next((o for o in run.samples if o.name == s.name), None)
-            for other in (run.torch_ddp, run.alone):
-                ratio = run.ratio(own, other) if own is not None else None
-                row.append("-" if ratio is None else f"{ratio[0]:.2f}")
-        rows.append(row)
-    headers = [f"{way}{base}" for way in runs for base in (" / torch DDP", " / no comm.")]
-    return text_table(["", *headers], rows)
-
-
 def _with_interval(ratio: Interval | None) -> str:
     if ratio is None or ratio[1] == ratio[2] == 1:
         return "-" if ratio is None else "1"
@@ -119,12 +99,9 @@ def verdict(run: Run) -> str:
     torch_ddp, backends = run.torch_ddp, dict.fromkeys(_backend(s.name) for s in run.ours)
     if torch_ddp is None or not backends:
         return ""
-    sentences = []
-    for backend in backends:
-        best = fastest(s for s in run.ours if _backend(s.name) == backend)
-        if best is not None:
-            sentences.append(f"for this model: {_compared(run, best, torch_ddp)}")
-    return "\n".join(sentences)
+    each = [[s for s in run.ours if _backend(s.name) == backend] for backend in backends]
+    bests = [min(ours, key=lambda s: s.quartiles[1]) for ours in each]
+    return "\n".join(f"for this model: {_compared(run, best, torch_ddp)}" for best in bests)
 
 
 def _backend(name: str) -> str:
@@ -138,20 +115,9 @@ def _compared(run: Run, best: Samples, torch_ddp: Samples) -> str:
     if low <= 1 <= high:
         return f"no difference is shown between {best.name} and torch's DDP ({middle:.2f})"
     one, other = (best.name, "torch's DDP") if high < 1 else ("torch's DDP", best.name)
-    factors = (1 / middle, 1 / high, 1 / low) if high < 1 else ratio
-    times, least, most = factors
+    times, least, most = (1 / middle, 1 / high, 1 / low) if high < 1 else ratio
     text = f"{one} is {times:.2f} times as fast as {other} ({least:.2f} to {most:.2f})"
-    return text + (_rest(run, best) if high < 1 else "")
-
-
-def _rest(run: Run, best: Samples) -> str:
-    ratio = run.ratio(best, run.alone)
-    if ratio is None or run.alone is None:
-        return ""
-    middle, _, high = ratio
-    if high < 1:
-        return f"; that is {middle:.2f} x a step without communication"
-    if middle <= _NOTHING:
-        return "; the rest is compute"
-    computing = run.alone.quartiles[1]
-    return f"; of its {best.quartiles[1]:.1f} ms {computing:.1f} are compute"
+    to_alone = run.ratio(best, run.alone)
+    if to_alone is None or high >= 1:
+        return text
+    return f"{text}; that is {to_alone[0]:.2f} x a step without communication"

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch import gpu, node  # noqa: F401  # node registers its backend
 from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,
     OPTIMIZERS,
-    Contender,
     ContenderSpec,
     contenders,
     rows,
 )
-from ddp_from_scratch.bench.machine import available_memory, content_of
-from ddp_from_scratch.bench.samples import CpuUse, disturbance
+from ddp_from_scratch.bench.machine import content_of
+from ddp_from_scratch.bench.samples import disturbance
 from ddp_from_scratch.bench.timing import (
     check_equal,
     check_ranks,
@@ -31,11 +30,8 @@ from ddp_from_scratch.bench.timing import (
     warm_up,
 )
 from ddp_from_scratch.bench.workloads import Workload, workload
-from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
-from ddp_from_scratch.world import World, process_group
-
-MODULE = "ddp_from_scratch.bench"
+from ddp_from_scratch.world import process_group
 
 # Makes glibc keep freed memory for later allocations. It ignores a first value above 32 MB.
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
@@ -89,17 +85,17 @@ def measure(job: Job) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     of = workload(job.model)
     with process_group(job.backend) as world:
-        groups = _groups(job, world)
-        torch.manual_seed(world.rank)
+        # Sorted, since making a group is collective and needs the same order on all ranks.
+        others = sorted({spec.group for spec in job.rows if spec.group} - {world.backend})
+        groups: dict[str, Any] = {backend: dist.new_group(backend=backend) for backend in others}
         # Batches differ between ranks, as in training; `contenders` seeds the models.
-        compared, left_out = _make(job, of, world, groups)
+        torch.manual_seed(world.rank)
+        compared = contenders(of, world.device, job.rows, groups, OPTIMIZERS[job.optimizer])
         warm_up(compared)
         # Times mean nothing if contenders do not compute the same.
         check_equal(compared)
         rounds = rounds_for(job.seconds, job.rounds, world.device, job.title(of))
-        use = CpuUse()
         samples = interleave(compared, rounds, world.device)
-        others = use.others()
         check_ranks(compared)
         if world.rank != 0:
             return None
@@ -115,40 +111,9 @@ def measure(job: Job) -> dict[str, Any] | None:
         )
         if world.device.type == "cpu" and world.world_size == world.local_world_size:
             alone = next((s for s in samples if s.name == NO_COMMUNICATION), None)
-            cores = len(use.processors)
-            content["disturbed"] = disturbance(alone, others, world.world_size, cores)
-        return content | {"left_out": left_out}
-
-
-def _groups(job: Job, world: World) -> dict[str, dist.ProcessGroup]:
-    groups: dict[str, dist.ProcessGroup] = {}
-    # Sorted, since making a group is collective and needs the same order on all ranks.
-    for backend in sorted({spec.group for spec in job.rows if spec.group} - {world.backend}):
-        if backend == "node":
-            # Registers the backend, which other jobs do not need.
-            import ddp_from_scratch.node  # noqa: F401
-        group = dist.new_group(backend=backend)
-        assert isinstance(group, dist.ProcessGroup), "every rank is in it"
-        groups[backend] = group
-    return groups
-
-
-def _make(
-    job: Job, of: Workload, world: World, groups: dict[str, dist.ProcessGroup]
-) -> tuple[list[Contender], dict[str, str]]:
-    made: list[Contender] = []
-    left_out: dict[str, str] = {}
-    for spec in job.rows:
-        state = torch.get_rng_state()  # the same batch for all
-        try:
-            made += contenders(
-                of, world.device, [spec], groups, OPTIMIZERS[job.optimizer], not made
-            )
-        except (TypeError, ValueError) as error:
-            # All ranks raise this, since they have the same model, so none waits for another.
-            left_out[spec.name] = str(error)
-        torch.set_rng_state(state)
-    return [replace(c, start=made[0].start) for c in made], left_out
+            cores = len(os.sched_getaffinity(0))
+            content["disturbed"] = disturbance(alone, world.world_size, cores)
+        return content
 
 
 # Ways to run the ranks ----------------------------------------------------------------------------
@@ -171,55 +136,29 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
     return start_ranks(rank, (nproc,))
 
 
-def check_memory(model: Workload, copies: int, nproc: int) -> None:
-    """Raises a UsageError if copies of a model would not fit into memory.
-
-    A copy counts as four times its parameters: parameters, momentum, gradients and buckets. All
-    contenders are in memory at once, since they take turns.
-    """
-    needed = 4 * model.parameter_bytes * copies * nproc
-    available = available_memory()
-    if available is not None and needed > available and not gpu.count():
-        raise UsageError(
-            f"{copies} copies of {model.name} on {nproc} ranks need about {needed / 2**30:.0f} "
-            f"GiB, and {available / 2**30:.0f} GiB are available: choose fewer with --contender, "
-            f"--model or --nproc"
-        )
-
-
-class RanksFailed(Exception):
-    """Ranks have failed and reported why; `code` is the exit code of the first."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(f"the ranks ended with exit code {code}")
-        self.code = code
-
-
 def interleaved(job: Job) -> Content:
-    """Runs all contenders in the same processes, taking turns step by step."""
+    """Runs all contenders in the same processes, taking turns step by step.
+
+    Exits with the code of the first rank that failed, which has reported why.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         part = Path(folder) / "part.json"
-        code = start(
-            MODULE, job.backend, job.nproc, "--job", json.dumps(asdict(job)), "--into", part
-        )
+        options = ("--job", json.dumps(asdict(job)), "--into", part)
+        code = start("ddp_from_scratch.bench", job.backend, job.nproc, *options)
         if code:
-            raise RanksFailed(code)
+            raise SystemExit(code)
         content: Content = json.loads(part.read_text())
         return content
 
 
 def kept(job: Job) -> Content:
     """Runs `interleaved` with a glibc that keeps freed memory, so no page is mapped twice."""
-    before = {name: os.environ.get(name) for name in KEPT}
-    os.environ.update(KEPT)
+    os.environ.update(KEPT)  # the ranks inherit it
     try:
         return interleaved(job)
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in KEPT:
+            del os.environ[name]
 
 
 def alone(job: Job) -> Content:
@@ -240,7 +179,6 @@ def alone(job: Job) -> Content:
     merged = contents[0]
     for other in contents[1:]:
         merged["samples"] += other["samples"]
-        merged["left_out"] |= other["left_out"]
         merged["disturbed"] = merged.get("disturbed") or other.get("disturbed")
     return merged
 

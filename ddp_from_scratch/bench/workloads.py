@@ -1,11 +1,10 @@
 """Workloads: models to train, each with the batch of one rank."""
 
-import importlib.util
+import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,15 +29,6 @@ class Workload:
     model: Callable[[], nn.Module]  # initialised with torch's random generator
     batch: Callable[[], Any]  # an argument of `loss`
     loss: Loss = _classification_loss
-    known_bytes: int | None = None  # of all parameters, if known
-
-    @property
-    def parameter_bytes(self) -> int:
-        """The size of all parameters, without allocating them."""
-        if self.known_bytes is not None:
-            return self.known_bytes
-        with torch.device("meta"):
-            return _bytes_of(self.model())
 
 
 def workload(name: str) -> Workload:
@@ -54,32 +44,23 @@ def workload(name: str) -> Workload:
 
 
 def _of_file(path: Path, function: str) -> Workload:
+    sys.path.insert(0, str(path.parent))  # like a script, the file may import its neighbours
     try:
-        make = getattr(_import(path), function)
-    except (OSError, SyntaxError, ImportError, AttributeError) as error:
+        names = runpy.run_path(str(path))
+    except (OSError, SyntaxError, ImportError) as error:
         raise UsageError(f"cannot take {function} from {path}: {one_line(error)}") from error
+    if function not in names:
+        raise UsageError(f"cannot take {function} from {path}: it has no such name")
+    make = names[function]
     made = make()
     if not (isinstance(made, tuple) and len(made) in (2, 3) and isinstance(made[0], nn.Module)):
         raise UsageError(
             f"{path}:{function} must return a module and a batch, optionally a loss, got "
             f"{type(made).__name__}"
         )
-    size = _bytes_of(made[0])
-    name = f"{path.name}:{function}, {size / 2**20:.0f} MB"
+    name = f"{path.name}:{function}, {_megabytes(made[0])}"
     loss = made[2] if len(made) == 3 else _classification_loss
-    return Workload(name, lambda: make()[0], lambda: make()[1], loss, size)
-
-
-def _import(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Like a script, the file may import its neighbours.
-    sys.path.insert(0, str(path.parent))
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
+    return Workload(name, lambda: make()[0], lambda: make()[1], loss)
 
 
 def _of_torchvision(name: str) -> Workload:
@@ -92,14 +73,14 @@ def _of_torchvision(name: str) -> Workload:
     # By default, these two return more than logits.
     auxiliary = name in ("googlenet", "inception_v3")
     plain = {"aux_logits": False, "init_weights": True} if auxiliary else {}
-    made = Workload(
-        name,
-        lambda: _torchvision().models.get_model(name, weights=None, num_classes=1000, **plain),
-        lambda: _images(4, 224),
-    )
-    size = made.parameter_bytes
-    title = f"{name}, {size / 2**20:.0f} MB, batch 4 at 224x224"
-    return Workload(title, made.model, made.batch, known_bytes=size)
+
+    def model() -> nn.Module:
+        made: nn.Module = torchvision.models.get_model(name, num_classes=1000, **plain)
+        return made
+
+    with torch.device("meta"):  # allocates nothing
+        size = _megabytes(model())
+    return Workload(f"{name}, {size}, batch 4 at 224x224", model, lambda: _images(4, 224))
 
 
 def _torchvision() -> Any:
@@ -110,8 +91,8 @@ def _torchvision() -> Any:
     return torchvision
 
 
-def _bytes_of(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
+def _megabytes(model: nn.Module) -> str:
+    return f"{sum(parameter.nbytes for parameter in model.parameters()) / 2**20:.0f} MB"
 
 
 class Transformer(nn.Module):
@@ -197,12 +178,6 @@ WORKLOADS = {
         "500 layers, 2 MB, batch 16",
         lambda: nn.Sequential(*(_Residual(32, 32) for _ in range(500))),
         lambda: (torch.randn(16, 32), torch.randint(32, (16,))),
-    ),
-    # No size is a multiple of a cache line or a SIMD vector.
-    "layers500odd": Workload(
-        "500 layers of 31, 2 MB, batch 16",
-        lambda: nn.Sequential(*(_Residual(31, 31) for _ in range(500))),
-        lambda: (torch.randn(16, 31), torch.randint(31, (16,))),
     ),
     "gpt2": Workload(  # for a GPU
         "GPT-2, 475 MB, 4 x 512 tokens",

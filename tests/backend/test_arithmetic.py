@@ -66,4 +66,3 @@ def test_fingerprints_differ_where_operations_do_and_fit_their_memory(first, sec
     assert not one.startswith(other) or one == other
     padded = one.ljust(operations.FINGERPRINT_NBYTES, b"x")
     assert operations.operation_in(padded)[:150] == first[:150]
-    assert operations.split_fingerprints(padded * 3) == [padded] * 3

@@ -2,8 +2,6 @@
 
 import contextlib
 import gc
-import socket
-import threading
 import weakref
 
 import torch
@@ -73,27 +71,3 @@ def test_in_part_of_the_ranks(world):
                     tensor = torch.ones(1)
                     dist.all_reduce(tensor, group=shared_memory_beside(group))
                     assert tensor.item() == group.size()
-
-
-def reopened(world, folder, port):
-    """Three default groups, one after the other, of one Reducer; the way of the last."""
-    model, reducer = torch.nn.Linear(2, 2), None
-    for number in range(3):
-        dist.destroy_process_group()
-        (folder / f"closed {number} {world.rank}").touch()
-        while not (folder / f"closed {number} {1 - world.rank}").exists():
-            threading.Event().wait(0.01)  # or rank 1 would find the store that rank 0 closes
-        address = f"tcp://127.0.0.1:{port}"
-        dist.init_process_group("gloo", init_method=address, world_size=2, rank=world.rank)
-        reducer = reducer or Reducer(model)
-        model.zero_grad()
-        model(torch.full((1, 2), float(world.rank))).sum().backward()
-        assert model.weight.grad.eq(0.5).all()
-    return repr(reducer)
-
-
-def test_a_reducer_outlives_default_groups_on_one_port(ranks, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    for found in ranks("gloo", 2, fresh=True)(reopened, tmp_path, port):
-        assert "by shared memory" in found

@@ -13,7 +13,6 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import mpi_transport
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
 from ddp_from_scratch.backend.mpi_transport import MPITransport
-from ddp_from_scratch.backend.reduction import CHUNK
 from ddp_from_scratch.backend.stage import PIECE
 from ddp_from_scratch.backend.transport import GlooTransport
 from tests.support import soak
@@ -128,16 +127,6 @@ def rounded_once(world):
         assert tensor.eq(1 + 2**-7).all()
 
 
-def a_group_of_one(world):
-    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
-    for dtype in (torch.bfloat16, torch.float32):
-        for numel in (1, CHUNK + 1, ROW):
-            tensor = torch.ones(numel, dtype=dtype)
-            dist.all_reduce(tensor, group=alone)
-            assert tensor.eq(1).all()
-    dist.destroy_process_group(alone)
-
-
 def asynchronous(world):
     # The handle is dropped at once; the tensor must live until the operation has ended.
     dist.all_reduce(torch.ones(100_000), async_op=True)
@@ -154,7 +143,7 @@ def asynchronous(world):
 
 
 @pytest.mark.parametrize("backend", ["node", slow("mpi")])
-@pytest.mark.parametrize("called", [parts_of_a_window, rounded_once, a_group_of_one, asynchronous])
+@pytest.mark.parametrize("called", [parts_of_a_window, rounded_once, asynchronous])
 def test_all_reduce(ranks, called, backend):
     ranks(backend, 3)(called)
 

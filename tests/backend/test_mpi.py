@@ -63,14 +63,6 @@ def test_a_store_outlives_the_rank_that_made_it(world):
         assert (store.get("rank 0"), store.get("rank 1")) == (b"there", b"still there")
 
 
-@pytest.mark.slow
-def test_mpi_that_was_not_started_with_threads_is_one_line():
-    setting = "import mpi4py; mpi4py.rc.thread_level = 'serialized'; from mpi4py import MPI"
-    result = mpirun(1, f"{setting}; import ddp_from_scratch.mpi")
-    assert result.returncode == 1, result.stderr
-    assert "needs MPI_THREAD_MULTIPLE; this MPI gave level" in result.stderr
-
-
 PROGRAM = """
 import os, sys
 import torch, torch.distributed as dist, ddp_from_scratch as ddp
@@ -121,24 +113,6 @@ def test_how_a_job_ends(ending, tmp_path):
 
 
 # Messages ----------------------------------------------------------------------------------------
-
-
-@on("mpi-3")
-def test_messages(world):
-    """Two tags, received in the other order; from any rank, into a strided tensor."""
-    if world.rank == 0:
-        for number in (1, 2):
-            dist.isend(torch.tensor([number]), dst=1, tag=number)
-        for _ in range(2):
-            tensor = torch.empty(4, 2)
-            sender = dist.recv(tensor.t())
-            assert tensor.eq(float(sender)).all()
-    else:
-        for number in (2, 1) if world.rank == 1 else ():
-            received = torch.empty(1, dtype=torch.int64)
-            dist.recv(received, src=0, tag=number)
-            assert received == number
-        dist.send(torch.full((2, 4), float(world.rank)), dst=0)
 
 
 @on("mpi-2")

@@ -36,7 +36,7 @@ def run(**settings):
 def test_verdicts():
     for time, text in (
         (8.0, "2.50 times as fast as torch's DDP (2.50 to 2.50); that is 0.80 x a step without"),
-        (15.0, "1.33 times as fast as torch's DDP (1.33 to 1.33); of its 15.0 ms 10.0 are compute"),
+        (15.0, "1.33 times as fast as torch's DDP (1.33 to 1.33); that is 1.50 x a step without"),
         (20.0, "no difference is shown between ddp.SGD on gloo and torch's DDP (1.00)"),
         (25.0, "torch's DDP is 1.25 times as fast as ddp.SGD on gloo (1.25 to 1.25)"),
     ):
@@ -67,11 +67,10 @@ def test_a_model_of_a_file(tmp_path, monkeypatch):
     own.write_text(OWN)
     found = workload(f"{own}:make")
     assert found.name == "my_file.py:make, 1 MB"
-    assert found.parameter_bytes == 4 * (256 * 1024 + 1024)
     assert found.loss(lambda x: torch.ones(2), [None]) == 6
     for name, error in (
         ("nope", "there is no model 'nope': --model takes mlp, "),
-        (f"{own}:other", "cannot take other from .*my_file.py: module 'my_file' has no"),
+        (f"{own}:other", "cannot take other from .*my_file.py: it has no such name"),
         (f"{own}:wrong", "must return a module and a batch, optionally a loss, got Linear"),
     ):
         with pytest.raises(UsageError, match=error) as raised:

@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import __main__ as run_set
 from benchmarks import timelines
-from benchmarks.harness import deepspeed
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
 from ddp_from_scratch.launch import rank_process
 from tests.support import forked
@@ -60,8 +59,6 @@ def test_runs(name, tmp_path, monkeypatch, capsys):
     assert samples
     if name == "survive":
         assert "2 kills: all " in printed
-    if name == "allreduce" and not deepspeed.missing(2):
-        assert deepspeed.NAME in "".join(texts)
 
 
 def test_every_benchmark_of_the_set_has_its_options():
@@ -70,22 +67,3 @@ def test_every_benchmark_of_the_set_has_its_options():
         for arguments in (benchmark.arguments, benchmark.quick, benchmark.full):
             if arguments and hasattr(module, "parse"):
                 module.parse([*arguments, "--results", "elsewhere"])
-
-
-def test_the_set_goes_on_after_a_failure_but_not_after_ctrl_c(monkeypatch, tmp_path):
-    def run(*arguments, **codes):
-        """Its exit code, and the names that ran; each ends with its own of these codes."""
-        ran = []
-
-        def started(command):
-            ran.append(command[2].removeprefix("benchmarks."))
-            return codes.get(ran[-1], 0)
-
-        monkeypatch.setattr(run_set, "run", started)
-        monkeypatch.setattr(sys, "argv", ["benchmarks", *arguments, "--results", str(tmp_path)])
-        return run_set.main(), ran
-
-    monkeypatch.setattr(run_set.signal, "signal", lambda *_: None)
-    told = run("--quick", step_time=3, memory=1)
-    assert told == (3, ["step_time", "overlap", "memory"])  # the first's code
-    assert run("--quick", step_time=130) == (130, ["step_time"])

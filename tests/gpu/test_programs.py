@@ -238,68 +238,6 @@ def test_numbers_of_the_cpu_on_a_gpu(ranks, name):
     assert_numbers_of_the_cpu(name, *(ranks(b, 2)(train, name) for b in ("nccl", "gloo")))
 
 
-# The file and function of the library whose collectives are not awaited; what that breaks.
-NOT_AWAITED = [
-    ("options/sparse.py", "", "sparse"),
-    ("options/power_sgd.py", "", "PowerSGD"),
-    ("options/buffers.py", "", "buffers"),
-    ("sync/sync_batch_norm.py", "", "sync batch norm"),
-    ("core/reducer.py", "_agree_on_order", "copies"),
-    ("options/unused.py", "", "unused"),
-    ("sync/check_sync.py", "", "check sync"),
-    ("sync/broadcast.py", "", "start"),
-]
-
-
-def faults_without_waiting(world, file, function, program):
-    from tests.support.simgpu.nccl import SimWork
-
-    wait = SimWork.wait
-
-    def forgetful(self, timeout=None):
-        frame = sys._getframe()
-        while (frame := frame.f_back) is not None:
-            code = frame.f_code
-            if code.co_filename.endswith(file) and function in code.co_name:
-                return True
-        return wait(self, timeout)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SimWork, "wait", forgetful)
-        return train(world, program)[1][0]
-
-
-@pytest.mark.parametrize(("file", "function", "program"), NOT_AWAITED)
-def test_a_collective_that_is_not_awaited_is_found(sim, file, function, program):
-    assert any(sim(faults_without_waiting, file, function, program))
-
-
-def kernels_of_packing(world):
-    from tests.support.simgpu import device
-
-    torch.manual_seed(0)
-    layers = [nn.Conv2d(8, 8, size, padding=size // 2) for size in (1, 3, 1, 3)]
-    module = nn.Sequential(*layers).to("cuda").to(memory_format=torch.channels_last)
-    for layer in module[::2]:  # as cuDNN's gradients of 1 x 1 convolutions are
-        layer.weight.register_hook(lambda grad: grad.as_strided(grad.shape, (8, 1, 1, 1)))
-    reducer = ddp.Reducer(module)
-    for _ in range(2):
-        for parameter in module.parameters():
-            parameter.grad = None
-        device.clear()
-        images = torch.randn(2, 8, 4, 4).to("cuda").contiguous(memory_format=torch.channels_last)
-        module(images).sum().backward()
-    found = [o.name for o in device.OPERATIONS if o.place.startswith("core/bucket.py")]
-    reducer.remove()
-    return found
-
-
-def test_gradients_of_other_strides_do_not_slow_down_the_rest(sim):
-    for names in sim(kernels_of_packing):
-        assert names.count("aten::_foreach_copy_") == 2  # into the buffer and out of it
-        assert names.count("aten::copy_") == 4  # two weights of size 1 x 1
-
-
 @pytest.mark.parametrize("count", [6, slow(20)])
 def test_random_programs_do_what_one_process_does(sim, count):
     """python -m tests.support.fuzz --backend nccl2 --cases 1000"""

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from ddp_from_scratch import gpu
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.settings import Settings
 from tests.support.tiers import slow
@@ -49,20 +48,3 @@ def test_numbers_of_the_cpu_and_no_race(ranks, sim, name, tmp_path):
         tolerance = 0.01 if "16" in name else 1e-4
         for mine, theirs in zip(numbers, reference, strict=True):
             np.testing.assert_allclose(mine, theirs, tolerance, tolerance)
-
-
-def waits(world):
-    """The steps after which the host waits for the GPU."""
-    settings = {"epochs": 1, "batch_size": 128, "model": "mlp", "quiet": True}
-    trainer = Trainer(Settings(backend=world.backend, **settings), world)
-    steps, synchronize = [], gpu.synchronize
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "synchronize", lambda device: steps.append(trainer.step))
-        trainer.run()
-    synchronize(world.device)
-    return steps, trainer.data.steps_per_epoch
-
-
-def test_images_per_second_are_those_that_the_gpu_has_seen(nccl2):
-    for steps, last in nccl2(waits):
-        assert steps == [last]

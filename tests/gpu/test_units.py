@@ -93,7 +93,6 @@ LOST = "error: rank 3 lost the other ranks: NCCL"
             "bytes, error: No space left on device (28)\n",
         ),
         (PEER_GONE, LOST),
-        ("NCCL communicator was aborted on rank 3.", LOST),
         ("NCCL watchdog: remote error", LOST),
     ],
 )

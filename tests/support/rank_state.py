@@ -8,9 +8,8 @@ import gc
 import os
 import random
 import signal
-import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,13 +41,6 @@ def _state() -> dict[str, Any]:
         "dist.get_debug_level()": dist.get_debug_level(),
         "os.getcwd()": os.getcwd(),
         **{f"${k}": v for k, v in os.environ.items() if not k.startswith(_IGNORED)},
-        "what a test has put into the library": sorted(
-            f"{name}.{key}"
-            for name, module in [*sys.modules.items()]
-            if name.startswith("ddp_from_scratch")
-            for key, value in [*vars(module).items()]
-            if str(getattr(value, "__module__", "")).startswith("tests.")
-        ),
         **{f"handler of {s.name}": signal.getsignal(s) for s in _SIGNALS},
         "open process groups": sorted(dist.distributed_c10d._world.pg_names.values()),
         "Python threads": sorted(
@@ -89,11 +81,6 @@ def unchanged() -> Iterator[None]:
                 thread.join(1.0)
         after = _state()
     if after != before:
-        raise AssertionError(
-            f"this test has changed the process of its rank: {describe(before, after)}"
-        )
-
-
-def describe(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-    return "; ".join(f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names)
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        texts = [f"{name} was {before.get(name)!r}, is {after.get(name)!r}" for name in names]
+        raise AssertionError(f"this test has changed the process of its rank: {'; '.join(texts)}")

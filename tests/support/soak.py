@@ -1,23 +1,17 @@
-"""Random collectives, checked against numpy, for as long as you like.
-
-    mpirun -n 4 python -m tests.support.soak --operations 20000 --seed 1
+"""Random collectives, checked against numpy.
 
 Kinds, shapes, dtypes, reductions, roots, groups and the number of operations under way at once are
 drawn from one seed, the same on all ranks; each rank computes with numpy what it must receive.
 Every few hundred operations one of the groups, which overlap, makes way for another.
 """
 
-import argparse
 import random
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-import ddp_from_scratch as ddp
 
 Op = dist.ReduceOp
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -127,13 +121,6 @@ class Operation:
         tensor = self.mine(self.count)
         return dist.all_reduce(tensor, self.op, **self.on), [tensor], [self.reduced(self.count)]
 
-    def coalesced(self) -> Started:
-        tensors = [self.mine(self.count) for _ in range(3)]
-        with dist.distributed_c10d._coalescing_manager(self.group, async_ops=True) as handle:
-            for tensor in tensors:
-                dist.all_reduce(tensor, self.op, self.group)
-        return handle, tensors, [self.reduced(self.count)] * 3
-
     def reduce(self) -> Started:
         tensor = self.mine(self.count)
         handle = dist.reduce(tensor, op=self.op, group_dst=self.root, **self.on)
@@ -195,13 +182,6 @@ class Operation:
         received = [np.split(values, ends)[self.me] for values in self.everyones(whole)]
         return handle, outputs, [np.concatenate(received)]
 
-    def all_to_all_evenly(self) -> Started:
-        """Rows of two elements, as many for each, which torch is given no counts of."""
-        whole = 2 * self.count * self.size
-        outputs, given = self.empty(whole), self.mine(whole)
-        handle = dist.all_to_all_single(outputs[0].view(-1, 2), given.view(-1, 2), **self.on)
-        return handle, outputs, [np.concatenate([*map(self.my_part, self.everyones(whole))])]
-
     def ring(self) -> Started:
         before, after = ((self.me + step) % self.size for step in (-1, 1))
         outputs, tag = self.empty(self.count), self.number % 1000
@@ -220,9 +200,9 @@ def numpy_type(dtype: torch.dtype) -> Any:
 
 
 KINDS = (
-    *("all_reduce", "coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
+    *("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
     *("all_gather", "all_gather_into_tensor", "gather", "scatter", "all_to_all"),
-    *("all_to_all_single", "all_to_all_evenly", "ring", "barrier"),
+    *("all_to_all_single", "ring", "barrier"),
 )
 
 
@@ -267,20 +247,3 @@ def soak(operations: int, seed: int, kinds: list[str]) -> tuple[list[str], int]:
     for group in groups[1:]:
         close(group)
     return wrong, checked
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--operations", type=int, default=20000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    with ddp.process_group("mpi") as world:
-        wrong, checked = soak(options.operations, options.seed, [*KINDS])
-    found = f"rank {world.rank}: {checked} results checked, {len(wrong)} wrong"
-    print(found, *wrong[:20], sep="\n")
-    return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 import os
 import re
-import runpy
 import socket
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from tests.tutorial.test_programs import form
 CHAPTER = TUTORIAL_PAGES[14].parent
 PAGE = TUTORIAL_PAGES[14].read_text()
 SHOWN = PAGE.split("The first of them prints\n\n```text\n")[1].split("```")[0]
-PROGRAM = runpy.run_path(str(CHAPTER / "under_mpi.py"))
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0"}
 # Whatever PATH says: the Python of this test.
 OURS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
@@ -65,20 +63,3 @@ def test_the_process_group_closes(tmp_path):
     command = [sys.executable, str(program), "--picture", str(tmp_path / "under_mpi.png")]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=ROOT, check=True, timeout=80, env=environ)
-
-
-MPI = {"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_SIZE": "6", "OMPI_COMM_WORLD_LOCAL_RANK": "2"}
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        ({}, ("no launcher", 0, 1, 0)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, ("torchrun", 3, 4, 1)),
-        ({"SLURM_PROCID": "1", "SLURM_LOCALID": "1"} | SRUN, ("srun", 1, 2, 1)),
-        ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0"} | MPI | SRUN, ("mpirun", 5, 6, 2)),
-        ({"SLURM_JOB_ID": "1"}, ("no launcher", 0, 1, 0)),
-    ],
-)
-def test_find_place(names, expected):
-    assert PROGRAM["find_place"](names) == expected

@@ -45,18 +45,6 @@ def functions(file):
     return found
 
 
-def test_every_function_of_an_exercise_has_a_gap_and_a_task():
-    for chapter in CHAPTERS:
-        gaps = functions(chapter / "exercise.py")
-        gaps = {name: node for name, node in gaps.items() if isinstance(node, ast.FunctionDef)}
-        assert gaps, chapter.name
-        for name, gap in gaps.items():
-            assert ast.get_docstring(gap), f"{chapter.name}: {name}"
-            raised = re.findall(r"raise NotImplementedError\((.*)\)", ast.unparse(gap))
-            assert [len(task) > 20 for task in raised] == [True], f"{chapter.name}: {name}"
-        assert gaps.keys() <= functions(chapter / "solution.py").keys()
-
-
 def test_the_first_seven_programs_import_nothing_of_the_library():
     for chapter in CHAPTERS[:7]:
         for program in chapter.glob("*.py"):

@@ -270,6 +270,6 @@ def install() -> None:
     torch.cuda.set_device = torch.accelerator.set_device_index
     torch.cuda.current_stream = torch.accelerator.current_stream
     torch.cuda.synchronize = torch.accelerator.synchronize
-    torch.cuda.is_current_stream_capturing = GUARD.is_capturing
+    torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.Stream, torch.cuda.Event = torch.Stream, torch.Event  # type: ignore[misc]
     torch.cuda.stream = lambda stream: stream  # a torch.Stream is its own context

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 from tests.support.simgpu import device
 from tests.support.simgpu.device import GUARD, SimTensor
@@ -148,36 +147,12 @@ class SimNCCL(dist.ProcessGroup):
         return self._run("barrier", self._gloo.barrier, [], [])
 
 
-class SimPart(getattr(c10d, "Backend", object)):  # type: ignore[misc]
-    """The same for the GPUs of a group that has another backend for the CPU."""
-
-    # Asked of itself where a backend in Python does not answer.
-    supports_coalescing = supports_splitting = supports_shrinking = False
-    supports_reconfigure = supports_window = False
-    options: Any = None
-
-    def __init__(self, group: SimNCCL) -> None:
-        super().__init__(group.rank(), group.size())
-        self._group, self.options = group, group.options
-
-
-def _of_group(name: str) -> Any:
-    return lambda part, *given: getattr(part._group, name)(*given)
-
-
-for _name in ("allreduce", "broadcast", "allgather", "all_gather_single", "barrier"):
-    setattr(SimPart, _name, _of_group(_name))  # torch looks for a method in the class
-
-
-def install(kind: str, name: str = "nccl") -> None:
-    """Makes the backend `name` open such groups, which wait as those of torch's class `kind` do."""
+def install(kind: str) -> None:
+    """Makes the backend "nccl" open such groups, which wait as those of torch's `kind` do."""
 
     def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimNCCL:
         return SimNCCL(store, rank, size, timeout, kind)
 
     # Records nothing: torch 2.15 asks for a name that only groups made in C++ have.
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"
-    dist.Backend.register_backend(name, create, devices=["cuda"])
-    dist.Backend.register_backend(
-        f"{name}-part", lambda *args: SimPart(create(*args)), devices=["cuda"]
-    )
+    dist.Backend.register_backend("nccl", create, devices=["cuda"])
