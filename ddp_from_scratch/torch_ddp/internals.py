@@ -211,28 +211,3 @@ class CopiedReducer(WrappedReducer):
 
     # Sharing memory is collective. The ranks meet when the copy first averages.
     meets = False
-
-
-def derive_in_name_alone(theirs: type, ours: type) -> None:
-    """Makes `ours` inherit nothing that `theirs` itself defines, only what its bases have."""
-    position = ours.__mro__.index(theirs)
-    before, behind = ours.__mro__[:position], ours.__mro__[position + 1 :]
-    # Not a fixed list of names, since later versions of torch add more.
-    for name, value in vars(theirs).items():
-        # `__doc__`, `__annotations__` and the like are for Python itself.
-        of_python = name.startswith("__") and not hasattr(value, "__get__")
-        if of_python or any(name in vars(base) for base in before):
-            continue
-        inherited = (vars(base)[name] for base in behind if name in vars(base))
-        setattr(ours, name, next(inherited, _Absent(name)))
-
-
-class _Absent:
-    """An attribute that a class does not have, although one of its bases does."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        # An AttributeError makes hasattr() False.
-        raise AttributeError(f"{owner.__name__} of {owner.__module__} has no {self._name}")

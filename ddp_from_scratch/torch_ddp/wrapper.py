@@ -1,10 +1,5 @@
-"""torch's DistributedDataParallel, with its name, arguments and behaviour, over `Reducer`.
+"""torch's DistributedDataParallel, with its name, arguments and behaviour, over `Reducer`."""
 
-It derives from torch's class so that `isinstance` checks pass (in Lightning, accelerate,
-`torch.distributed.checkpoint`, pipelines), but inherits no code from it.
-"""
-
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +24,7 @@ from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved
 from ddp_from_scratch.torch_ddp.join import JoinableReducer
 
 
-class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
     Construction compares the module on all ranks, and sends rank 0's parameters and buffers to all.
@@ -71,7 +66,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         ValueError, RuntimeError: as torch's class, `broadcast_parameters` and `Reducer`.
     """
 
-    reducer: WrappedReducer  # type: ignore[assignment]
+    reducer: WrappedReducer
 
     def __init__(
         self,
@@ -103,7 +98,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         shared_memory: bool = True,
         fuse_wgrad: bool = False,
     ) -> None:
-        # torch's own __init__ would construct its C++ reducer.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         trigger = param_to_hook_all_reduce
@@ -249,7 +243,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         # Holds no reference to the default group: gloo's threads must end when a program closes it.
         self._group = None if group is dist.group.WORLD else group
 
-    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients locally inside; the next backward outside averages the sum."""
         return self.reducer.no_sync()
 
@@ -295,42 +289,23 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._joinable._join_config = value
             self.reducer.set_joining(value.enable)
 
-    def joined_before(self) -> bool:
-        """True if a `join()` context has ended."""
-        return self._joinable.last_rank is not None
+    # Private in torch, but used by programs ------------------------------------------------------
 
-    def logging_data(self) -> dict[str, Any]:
-        """Returns settings and statistics, with torch's keys where the meaning is the same."""
-        group, stats = self.process_group, self.reducer.stats()
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        stats = self.reducer.stats()
         data = {
-            "module_name": type(self.module).__name__,
             "bucket_cap_bytes": stats.bucket_cap_bytes,
-            "find_unused_parameters": int(stats.find_unused_parameters),
-            "static_graph": int(stats.static_graph),
-            "gradient_as_bucket_view": int(stats.gradient_as_bucket_view),
-            "num_parameter_tensors": stats.parameters,
-            "total_parameter_size_bytes": stats.parameter_bytes,
             "bucket_sizes": ", ".join(map(str, stats.bucket_bytes)),
             "has_rebuilt_buckets": int(stats.rebuilt),
             "iteration": stats.iteration,
-            "world_size": dist.get_world_size(group),
-            "rank": dist.get_rank(group),
-            "backend_name": dist.get_backend(group),
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
             "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in self.module.modules()),
-            "join_uneven_inputs": self.joined_before(),
-            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+            "join_uneven_inputs": self._joinable.last_rank is not None,
         }
         if self.reducer.comm_hook is not average:
             # torch's name of a built-in hook differs from the name of its function here.
             data["comm_hook"] = self._builtin_hook or stats.comm_hook
         return data
 
-    # Private in torch, but used by programs ------------------------------------------------------
-
-    _get_ddp_logging_data = logging_data
     # True if the buckets have their final layout.
     _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
 
@@ -438,7 +413,9 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self._build(internals.CopiedReducer, buffer_hook)
 
 
-internals.derive_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)
+# `isinstance` checks for torch's class pass (in Lightning, accelerate, pipelines, distributed
+# checkpoints), but no code is inherited.
+torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 
 def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

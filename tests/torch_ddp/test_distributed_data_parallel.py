@@ -130,7 +130,7 @@ def test_another_process_group_and_a_mesh(world):
         assert_grads(model.module, 1.5)
         model.zero_grad()
         model._update_process_group(dist.group.WORLD)
-        assert model.logging_data()["comm_hook"] == str(dist.BuiltinCommHookType.ALLREDUCE)
+        assert model._get_ddp_logging_data()["comm_hook"] == str(dist.BuiltinCommHookType.ALLREDUCE)
     else:
         model = Ours(Terms(1, 2), init_sync=False)
     for _ in range(3):
