@@ -8,10 +8,7 @@ offsets:
     momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    and each tensor of the state
 """
 
-import inspect
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -24,17 +21,6 @@ from ddp_from_scratch.core.memory import in_huge_pages
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, UpdateRule
 from ddp_from_scratch.reducer import Reducer
-
-
-def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    # A method of torch's optimizers without the import of torch._dynamo, which takes a second.
-    # torch wraps it for torch.compile, which imports it anyway.
-    @wraps(method)
-    def call(*args: Any, **options: Any) -> Any:
-        imported = "torch._dynamo" in sys.modules
-        return (method if imported else inspect.unwrap(method))(*args, **options)
-
-    return call
 
 
 class FlatOptimizer(torch.optim.Optimizer):
@@ -68,7 +54,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
             `differentiable`).
         ValueError: a value out of range, as in torch's class; none of the Reducer's parameters is
-            among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW).
+            among `params`.
         RuntimeError: see `Reducer.keep_bucket_views`.
     """
 
@@ -89,22 +75,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
-
-    _add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
-    zero_grad = _without_dynamo(torch.optim.Optimizer.zero_grad)
-    state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
-    load_state_dict = _without_dynamo(torch.optim.Optimizer.load_state_dict)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as in torch. Raises a ValueError for complex parameters in Adam, AdamW."""
-        self._add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
-            if parameter.is_complex() and not self._rule.takes_complex:
-                self.param_groups.pop()
-                raise ValueError(
-                    f"{type(self).__name__} takes no complex parameters, got one of "
-                    f"{tuple(parameter.shape)} and {parameter.dtype}: step it with torch.optim.Adam"
-                )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -33,7 +33,6 @@ class UpdateRule(Protocol):
 
     settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
     fused: bool | None  # torch's class has the same bits with this `fused`
-    takes_complex: bool
     exact_anywhere: bool  # an element's bits do not depend on its position in a tensor
 
     def state_names(self, group: Group) -> tuple[str, ...]: ...
@@ -78,7 +77,6 @@ class SGDRule(UpdateRule):
 
     settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
     fused = None
-    takes_complex = True
     exact_anywhere = True
 
     def state_names(self, group: Group) -> tuple[str, ...]:
@@ -130,7 +128,6 @@ class AdamRule(UpdateRule):
     _of_kernel = ("eps", "weight_decay", "amsgrad", "maximize")
     settings = ("lr", "betas", *_of_kernel, "decoupled_weight_decay")
     fused = True
-    takes_complex = False  # torch's fused kernel has none
     exact_anywhere = False
 
     def state_names(self, group: Group) -> tuple[str, ...]:

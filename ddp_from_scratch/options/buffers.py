@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.memory import split_like
 from ddp_from_scratch.group import of_member
-from ddp_from_scratch.sync.broadcast import check_buffers, messages, send_tensors
+from ddp_from_scratch.sync.broadcast import messages, send_tensors
 from ddp_from_scratch.waiting import wait
 
 
@@ -47,9 +47,6 @@ class BufferSync(Extension):
         self._is_source = False
 
     def enable(self, enabled: bool) -> None:
-        """Sets `enabled`, on every rank. Raises a ValueError for an expanded buffer."""
-        if enabled:
-            check_buffers(self._module, self._ignore)
         self.enabled = enabled
 
     def will_send(self) -> bool:

@@ -2,13 +2,13 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import _find_tensors
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.bucket import Bucket
@@ -162,19 +162,8 @@ class Unused(Extension):
         self.graphs.stop()
 
 
-def find_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from find_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from find_tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from find_tensors(getattr(value, field.name))
+# In nested tuples, lists, dicts and dataclasses, as for torch's DistributedDataParallel.
+find_tensors: Callable[[object], Iterable[torch.Tensor]] = _find_tensors
 
 
 def reached(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:

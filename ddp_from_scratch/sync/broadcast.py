@@ -15,11 +15,6 @@ from ddp_from_scratch.group import check_group, on_gpu_of
 _MESSAGE_BYTES = 16 * 2**20
 
 _LAZY = " is lazy and has no shape yet"
-_EXPANDED = " is expanded: several of its elements share memory"
-_REMEDIES = {
-    _LAZY: "run one forward pass on every rank before broadcast_parameters",
-    _EXPANDED: "clone() it on every rank",
-}
 
 
 def broadcast_parameters(
@@ -40,8 +35,7 @@ def broadcast_parameters(
         ignore: names of parameters and buffers that are neither compared nor copied.
 
     Raises:
-        ValueError: `src` is not a rank of the group, or the module has lazy or expanded parameters
-            or buffers.
+        ValueError: `src` is not a rank of the group, or a parameter or buffer is lazy.
         RuntimeError: the models differ in number, names, order, shapes, strides, dtypes,
             requires_grad or sparseness of gradients of parameters or buffers. The text names the
             first difference and the two ranks, and is the same on every rank.
@@ -64,10 +58,9 @@ def broadcast_buffers(
     Arguments as for `broadcast_parameters`.
 
     Raises:
-        ValueError: `src` is not a rank of the group, or a buffer is expanded.
+        ValueError: `src` is not a rank of the group.
     """
     _check_rank(src, process_group)
-    check_buffers(module, ignore)
     buffers = [buffer for name, buffer in module.named_buffers() if name not in ignore]
     send_tensors(buffers, src, process_group)
 
@@ -87,7 +80,9 @@ def _check_same_model(
     if len(set(digests)) == 1:
         # A rank that raised before the exchange would leave the others waiting.
         for line in mine:
-            _refuse(line)
+            if line.endswith(_LAZY):
+                remedy = "run one forward pass on every rank before broadcast_parameters"
+                raise ValueError(f"{line}: {remedy}")
         return
     descriptions = everyones(mine)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
@@ -100,8 +95,6 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
     def line(kind: str, name: str, tensor: torch.Tensor) -> str:
         if torch.nn.parameter.is_lazy(tensor):
             return f"{kind} {name}{_LAZY}"
-        if _is_expanded(tensor):
-            return f"{kind} {name}{_EXPANDED}"
         shape = f"{kind} {name}: shape {tuple(tensor.shape)}"
         if kind == "buffer":
             return f"{shape}, {tensor.dtype}"
@@ -111,26 +104,6 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
 
     found = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
     return [line(k, n, t) for k, named in found.items() for n, t in named if n not in ignore]
-
-
-def check_buffers(module: torch.nn.Module, ignore: Collection[str]) -> None:
-    """Raises a ValueError for an expanded buffer, which no rank could receive."""
-    for name, buffer in module.named_buffers():
-        if name not in ignore and _is_expanded(buffer):
-            _refuse(f"buffer {name}{_EXPANDED}")
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    if torch.nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
-        return False
-    rows = zip(tensor.shape, tensor.stride(), strict=True)
-    return any(size > 1 and stride == 0 for size, stride in rows)
-
-
-def _refuse(line: str) -> None:
-    for problem, remedy in _REMEDIES.items():
-        if line.endswith(problem):
-            raise ValueError(f"{line}: {remedy}")
 
 
 def _first_difference(zero: list[str], other: list[str], rank: int) -> str:

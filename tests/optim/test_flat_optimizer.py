@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch import SGD, Adam, AdamW, NodeSharedAdam, Reducer
+from ddp_from_scratch import SGD, AdamW, Reducer
 from ddp_from_scratch.core.bucket import BucketState
 from ddp_from_scratch.optim.flat_params import FlatParams
 from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule
@@ -403,14 +403,3 @@ def test_wrong_settings_are_refused():
         AdamW(model.parameters(), reducer=reducer, fused=True)
     with pytest.raises(ValueError, match="none of params is one of the reducer's"):
         SGD(Net().parameters(), reducer=reducer)
-
-
-def test_adam_refuses_complex_parameters_at_once_and_later():
-    real, complex_ = nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)
-    for kind in (Adam, NodeSharedAdam):
-        with pytest.raises(ValueError, match=r"Adam\w* takes no complex parameters, got one of "):
-            kind(complex_.parameters(), reducer=Reducer(complex_))
-    optimizer = Adam(real.parameters(), reducer=Reducer(real))
-    with pytest.raises(ValueError, match="Adam takes no complex parameters"):
-        optimizer.add_param_group({"params": complex_.parameters()})
-    assert len(optimizer.param_groups) == 1  # no group was added
