@@ -1,12 +1,4 @@
-"""Optimizers on the Reducer's flat buckets: one call per bucket instead of one per parameter.
-
-A bucket's gradients are in one flat tensor. Here so are its parameters and their state, at the same
-offsets:
-
-    gradients       |<- fc2.bias ->|<------ fc2.weight ------>|    `bucket.py`: `.grad` is a window
-    parameters      |<- fc2.bias ->|<------ fc2.weight ------>|    `flat_params.py`: so is `.data`,
-    momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    and each tensor of the state
-"""
+"""Optimizers on the Reducer's flat buckets: one call per bucket instead of one per parameter."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise

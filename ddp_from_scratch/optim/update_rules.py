@@ -5,11 +5,10 @@ last elements, which do not fill a vector, may be rounded differently.
 """
 
 from collections.abc import Sequence
-from functools import cache
-from itertools import product
 from typing import Any, Protocol
 
 import torch
+from torch.optim.sgd import sgd
 
 from ddp_from_scratch.core.memory import dense_strides
 
@@ -87,20 +86,12 @@ class SGDRule(UpdateRule):
         if parameter.is_cuda and parameter.is_floating_point() and not gradient.is_sparse:
             self._update_contiguous(tensors, age, group)
             return
-        if group["maximize"]:
-            gradient = -gradient
-        if group["weight_decay"] != 0:
-            gradient = gradient.add(parameter, alpha=float(group["weight_decay"]))
-        for momentum in state:
-            if age == 0:
-                momentum.copy_(gradient)  # undampened
-            else:
-                momentum.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
-            if group["nesterov"]:
-                gradient = gradient.add(momentum, alpha=group["momentum"])
-            else:
-                gradient = momentum
-        parameter.add_(gradient, alpha=-float(group["lr"]))
+        # For None torch makes the momentum, undampened.
+        momenta = [state[0] if state and age else None]
+        settings = {name: group[name] for name in self.settings}
+        sgd([parameter], [gradient], momenta, foreach=False, **settings)
+        if state and momenta[0] is not None:
+            state[0].copy_(momenta[0])
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
         # The fused kernel steps the whole cache lines of each part, and `update` the rest.
@@ -109,7 +100,7 @@ class SGDRule(UpdateRule):
         if first.is_cuda and first.is_floating_point():
             _fused_sgd(columns, age, group)
             return
-        if has_exact_kernel(first.dtype, first.device.type):
+        if first.is_floating_point():
             line = CACHE_LINE // first.itemsize
             over = [(k, n) for k, part in enumerate(columns[0]) if (n := part.numel() % line)]
             rest = [[column[k][-n:] for k, n in over] for column in columns]
@@ -163,23 +154,3 @@ def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
     buffers = momentum[0] if momentum else []
     first = bool(momentum) and age == 0  # a GPU's kernel warns of the flag without momentum
     torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=first)
-
-
-@cache
-def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
-    """True if a CPU's fused SGD has the bits of its separate operations. Tried once."""
-    # The build of torch decides: its compiler may fuse a product and a sum, which rounds once.
-    if not dtype.is_floating_point or device != "cpu":
-        return False
-    numbers = torch.linspace(-1.7, 1.3, 512, dtype=dtype, device=device)
-    start = [numbers, numbers.flip(0).sin(), numbers.cos()]
-    switches = product((0.0, 0.9), (0.0, 0.3), (0.0, 0.01), (False, True), (False, True), (0, 1))
-    equal = []
-    for momentum, dampening, decay, nesterov, maximize, age in switches:
-        group = {"lr": 0.03, "momentum": momentum, "dampening": dampening}
-        group |= {"weight_decay": decay, "nesterov": nesterov, "maximize": maximize}
-        one, other = ([tensor.clone() for tensor in start[: 2 + (momentum > 0)]] for _ in range(2))
-        _fused_sgd([[tensor] for tensor in one], age, group)
-        SGD_RULE.update(other, age, group)
-        equal += [(a == b).all() for a, b in zip(one, other, strict=True)]
-    return bool(torch.stack(equal).all())

@@ -1,7 +1,8 @@
 """Compares the ranks' models, and sends rank 0's parameters and buffers to all."""
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ import torch.distributed as dist
 
 from ddp_from_scratch.core.layout import assign
 from ddp_from_scratch.core.memory import sparse_parameters, split_like
-from ddp_from_scratch.group import check_group, on_gpu_of
+from ddp_from_scratch.group import check_group, of_member, on_gpu_of
 
-# Approximate. Small enough that a rank forwards one message while it receives the next.
+# Approximate. Small beside a model, of which there is no second copy.
 _MESSAGE_BYTES = 16 * 2**20
 
 _LAZY = " is lazy and has no shape yet"
@@ -25,8 +26,7 @@ def broadcast_parameters(
 ) -> None:
     """Gives every rank the parameters and buffers of rank `src`, bit for bit. Collective.
 
-    All ranks compare their models first. Then `send` and `recv` carry the tensors along a binomial
-    tree rooted at `src`, in flat messages by dtype.
+    All ranks compare their models first. Then the tensors are sent in flat messages by dtype.
 
     Args:
         module: the model; its tensors keep their storage, shape, strides and device.
@@ -86,7 +86,9 @@ def _check_same_model(
         return
     descriptions = everyones(mine)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    raise RuntimeError(_first_difference(descriptions[0], descriptions[other], other))
+    rows = zip_longest(descriptions[0], descriptions[other], fillvalue="nothing more")
+    zero, theirs = next((ours, theirs) for ours, theirs in rows if ours != theirs)
+    raise RuntimeError(f"the models differ: rank 0 has {zero}; rank {other} has {theirs}")
 
 
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
@@ -106,18 +108,6 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
     return [line(k, n, t) for k, named in found.items() for n, t in named if n not in ignore]
 
 
-def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
-    for ours, theirs in zip(zero, other, strict=False):
-        if ours != theirs:
-            return f"the models differ: rank 0 has {ours}; rank {rank} has {theirs}"
-    longer, has = (0, zero) if len(zero) > len(other) else (rank, other)
-    extra = has[min(len(zero), len(other))]
-    return (
-        f"the models differ: rank 0 has {len(zero)} parameters and buffers, rank {rank} has "
-        f"{len(other)}; only rank {longer} has {extra}"
-    )
-
-
 def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
     check_group(process_group)
     world_size = dist.get_world_size(process_group)
@@ -125,50 +115,33 @@ def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
         raise ValueError(f"src must be a rank of the group, 0 to {world_size - 1}, got {src}")
 
 
-def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[list[int], list[int]]:
-    """Returns a rank's parent (none for the root) and children in the binomial tree.
-
-    Counted from the root, r's parent is r without its lowest set bit. Eight ranks with root 0:
-
-        0 ── 4 ── 6 ── 7
-        │    └─── 5
-        ├─── 2 ── 3
-        └─── 1
-    """
-    relative = (rank - root) % world_size
-    bit = 1
-    while bit < world_size and not relative & bit:
-        bit <<= 1
-    parent = [(relative - bit + root) % world_size] if relative else []
-    # The child with the largest subtree comes first, so that the longest path starts earliest.
-    steps = [bit >> k for k in range(1, bit.bit_length())]
-    return parent, [(relative + s + root) % world_size for s in steps if relative + s < world_size]
-
-
-@torch.no_grad()
 def send_tensors(
     tensors: Sequence[torch.Tensor], src: int, process_group: dist.ProcessGroup | None
 ) -> None:
-    """Sends rank `src`'s values along the tree to all. Shapes must be equal on every rank."""
-    rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    parent, children = tree_neighbours(rank, world_size, src)
-    for members in messages(tensors):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
-        wire = flat.view(torch.uint8)  # every backend can send bytes
-        # Receive, then send: in a tree no two ranks wait for each other.
-        for way, peers in ((dist.irecv, parent), (dist.isend, children)):
-            # In a batch, since nccl would otherwise open a communicator for each pair of ranks.
-            steps = [dist.P2POp(way, wire, group=process_group, group_peer=peer) for peer in peers]
-            for work in dist.batch_isend_irecv(steps) if steps else []:
-                work.wait()
-        if rank != src:
+    """Sends rank `src`'s values to all. Shapes must be equal on every rank."""
+    for members, flat, work in broadcasts(tensors, src, process_group):
+        work.wait()
+        if dist.get_rank(process_group) != src:
             for tensor, values in zip(members, split_like(flat, members), strict=True):
-                tensor.copy_(values)
+                tensor.detach().copy_(values)
 
 
-def messages(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
-    """Groups tensors into messages of one dtype and device, of about `_MESSAGE_BYTES`."""
+def broadcasts(
+    tensors: Sequence[torch.Tensor], src: int, process_group: dist.ProcessGroup | None
+) -> Iterator[tuple[list[torch.Tensor], torch.Tensor, dist.Work]]:
+    """Starts one broadcast for each message: tensors of one dtype and device, in a flat tensor.
+
+    Yields the message's tensors, their values, and the work.
+    """
     sizes = [(t.nbytes, (t.dtype, t.device)) for t in tensors]
-    for members in assign(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
-        if any(tensors[index].numel() for index in members):
-            yield [tensors[index] for index in members]
+    for indices in assign(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
+        members = [tensors[index] for index in indices]
+        if not any(tensor.numel() for tensor in members):
+            continue
+        if dist.get_rank(process_group) == src:
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in members])
+        else:
+            flat = members[0].new_empty(sum(tensor.numel() for tensor in members))
+        wire = flat.view(torch.uint8)  # every backend can send bytes
+        work = dist.broadcast(wire, group=process_group, group_src=src, async_op=True)
+        yield members, flat, of_member(work)

@@ -16,13 +16,6 @@ from ddp_from_scratch.reducer import Reducer
 
 # Arguments --------------------------------------------------------------------------------------
 
-NOT_LAZY = (
-    "lazy_bucket_allocation=True is not supported: it frees buckets after each backward pass, and "
-    "here they keep their memory: in it .grad lies (gradient_as_bucket_view=True), ddp.SGD steps "
-    "and the ranks of a machine meet (mpi). Leave it False; gradient_as_bucket_view=True saves the "
-    "memory that gradients take beside their buckets"
-)
-
 
 def chosen_group(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None, device_mesh: Any
@@ -51,13 +44,8 @@ def chosen_group(
 def checked_parameters(
     module: torch.nn.Module, ignore: Collection[str]
 ) -> list[torch.nn.Parameter]:
-    """Returns the parameters that are not ignored. Raises if they are lazy or all frozen."""
+    """Returns the parameters that are not ignored. Raises if all are frozen."""
     ours = [p for name, p in module.named_parameters() if name not in ignore]
-    if any(map(torch.nn.parameter.is_lazy, ours)):
-        raise RuntimeError(
-            "the module has uninitialized parameters: run one forward pass on every rank before "
-            "wrapping it in DistributedDataParallel"
-        )
     if not any(parameter.requires_grad for parameter in ours):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
@@ -108,20 +96,12 @@ def moved(value: Any, device: torch.device | None = None, dtype: torch.dtype | N
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-_COMPRESSED = {
+# The comm hook for a dtype of sent gradients, as in torch's `_MixedPrecision`; None needs none.
+HOOKS: dict[Any, CommHook | None] = {
+    **dict.fromkeys((None, torch.float32, torch.float64)),
     torch.float16: comm_hooks.fp16_compress_hook,
     torch.bfloat16: comm_hooks.bf16_compress_hook,
 }
-
-
-def hook_for(precision: Any) -> CommHook | None:
-    """Returns the comm hook for torch's `_MixedPrecision`, or None if it needs none."""
-    sent = precision.reduce_dtype or precision.param_dtype
-    if sent in (None, torch.float32, torch.float64):
-        return None
-    if sent not in _COMPRESSED:
-        raise ValueError(f"gradients cannot be sent as {sent}")
-    return _COMPRESSED[sent]
 
 
 def cast_buffers(

@@ -13,15 +13,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.functional import pad
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.group import all_gather_single, of_member, on_gpu_of
+from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.sync.sync_batch_norm import Gather, several_batches
-from ddp_from_scratch.virtual_ranks.tree import virtual_rank_range
 from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_generator_states
-from ddp_from_scratch.waiting import wait
 
 DIFFERENT_LAYERS = (
     "virtual ranks of this rank differ in their synchronised batch norms: each must run the same "
@@ -174,18 +170,3 @@ def run_in_lock_step(
     finally:
         for turn in turns:
             turn.end()
-
-
-def gather_virtual_ranks(
-    rows: torch.Tensor, virtual_ranks: int, process_group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Gathers one row for each virtual rank; `rows` are this rank's. Collective."""
-    ranks = dist.get_world_size(process_group)
-    if ranks == 1:
-        return rows
-    counts = [len(virtual_rank_range(virtual_ranks, rank, ranks)) for rank in range(ranks)]
-    mine = pad(rows, (0, 0, 0, max(counts) - len(rows)))
-    everyone = rows.new_empty(ranks, *mine.shape)
-    work = all_gather_single(everyone.view(-1), mine.view(-1), group=process_group, async_op=True)
-    wait(of_member(work))
-    return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])

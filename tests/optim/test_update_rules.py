@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, has_exact_kernel
+from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE
 from tests.support.terms import torchs
 from tests.support.tiers import slow
 
@@ -79,40 +79,3 @@ def test_bits_are_those_of_torch_whatever_the_vectors(capability):
         again, env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
-
-
-def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
-    original = torch._fused_sgd_
-
-    def other(parameters: list[torch.Tensor], *arguments: Any, **settings: Any) -> None:
-        original(parameters, *arguments, **settings)
-        parameters[0].mul_(1 + 1e-6)
-
-    monkeypatch.setattr(torch, "_fused_sgd_", other)
-    has_exact_kernel.cache_clear()
-    try:
-        check_steps("SGD", SGD[-1], torch.float32, cut=False)
-        assert not has_exact_kernel(torch.float32, "cpu")
-    finally:
-        has_exact_kernel.cache_clear()
-    monkeypatch.undo()
-    assert has_exact_kernel(torch.float32, "cpu")
-    assert not has_exact_kernel(torch.complex64, "cpu")
-    assert not has_exact_kernel(torch.float32, "meta")
-
-
-@pytest.mark.parametrize("layout", ["transposed", "with holes"])
-def test_adam_steps_a_parameter_whatever_its_strides(layout):
-    torch.manual_seed(0)
-    whole = torch.randn(6, 10)
-    values = whole.t() if layout == "transposed" else whole[:, :7]
-    gradient = torch.randn(values.shape)
-    parameter = torch.nn.Parameter(values.clone(memory_format=torch.contiguous_format))
-    parameter.grad = gradient.clone()
-    optimizer = torchs("AdamW")([parameter])
-    state: dict[str, Any] = {}
-    for _ in range(2):
-        optimizer.step()
-        ADAM_RULE.step(values, gradient, state, optimizer.param_groups[0])
-    torch.testing.assert_close(values, parameter.detach())
-    assert state["step"] == 2

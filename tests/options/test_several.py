@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.core import hooks
 from tests.support.fuzz_case import in_halves
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, is_rank_0s, mean, own
@@ -210,20 +209,3 @@ def test_an_error_names_reducer_and_bucket(ranks, backend):
         assert "rank 0 all_reduce" in error
         assert "of 20 x torch.float32 for bucket 0 of Reducer 2" in error
         assert "for bucket 0 of Reducer 1" in error
-
-
-@on("gloo-2")
-def test_a_reducer_asks_autograd_and_not_each_parameter_of_those_before_it(world):
-    """With thousands of parameters, a Python call for each took longer than the average."""
-    model, other = Terms(1, 2), nn.Sequential(*(nn.Linear(1, 1) for _ in range(3)))
-    reducers = [ddp.Reducer(model), ddp.Reducer(other)]  # the one made last is first
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks, "will_accumulate", None)
-        for _ in range(2):
-            model.zero_grad()
-            model(own(world)).backward()
-            assert_grads(model, mean(world))
-    # torch.autograd.grad with respect to one of them cannot be asked for.
-    model(own(world)).backward(inputs=[model.p0])
-    for reducer in reducers:
-        reducer.remove()

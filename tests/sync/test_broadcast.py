@@ -1,6 +1,5 @@
-"""One model on all ranks: the tree, what travels along it, and what is refused before."""
+"""One model on all ranks: what is sent, and what is refused before."""
 
-import math
 import re
 from unittest.mock import patch
 
@@ -13,26 +12,8 @@ from ddp_from_scratch import (
     broadcast_buffers,
     broadcast_parameters,
 )
-from ddp_from_scratch.sync.broadcast import tree_neighbours
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
-
-
-def test_the_tree_reaches_every_rank_once_and_in_few_hops():
-    children = [tree_neighbours(rank, 8)[1] for rank in range(8)]
-    assert children == [[4, 2, 1], [], [3], [], [6, 5], [], [7], []]  # as drawn
-    for size, root in [(ranks, root) for ranks in range(1, 18) for root in range(ranks)]:
-        neighbours = [tree_neighbours(rank, size, root) for rank in range(size)]
-        parents = {child: rank for rank, (_, below) in enumerate(neighbours) for child in below}
-        assert sum(len(below) for _, below in neighbours) == len(parents) == size - 1
-        above = {rank: parent for rank, (parent, _) in enumerate(neighbours) if parent}
-        assert above == {child: [parent] for child, parent in parents.items()}
-        for rank in range(size):
-            hops = 0
-            while rank != root:
-                rank, hops = parents[rank], hops + 1
-                assert hops <= math.ceil(math.log2(size))
-
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
@@ -103,8 +84,7 @@ def within_a_group_and_without_what_is_ignored(world):
     assert same(model.tensors(), expected)
 
 
-# From four ranks on, one that receives passes on.
-@pytest.mark.parametrize("crew", ["gloo-4", slow("mpi-3")], indirect=True)
+@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-3")], indirect=True)
 @pytest.mark.parametrize(
     "what", [parameters_and_buffers_in_place, within_a_group_and_without_what_is_ignored]
 )
@@ -131,7 +111,7 @@ DIFFERENT = [
     (lambda: mlp(two=nn.Linear(3, 4).requires_grad_(False)), "grad=True", "grad=False"),
     (lambda: mlp("norm", "running_mean", torch.zeros(3, 1)), MEAN, "mean: shape (3, 1)"),
     (lambda: mlp("norm", "running_mean", torch.zeros(3).double()), f"{MEAN}, torch.float32", "64"),
-    (lambda: mlp("norm", "num_batches_tracked", None), "9", "8"),
+    (lambda: mlp("norm", "num_batches_tracked", None), "buffer norm.num_b", "nothing"),
 ]
 ACROSS = nn.Parameter(torch.zeros(2, 3).t())
 
@@ -143,7 +123,7 @@ def refused(world):
         for odd, zero, rank, other in ((2, usual, 2, unusual), (0, unusual, 1, usual)):
             model = make() if world.rank == odd else mlp()
             before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-            has = rf"rank 0 has .*{re.escape(zero)}.*[;,] rank {rank} has .*{re.escape(other)}"
+            has = rf"rank 0 has .*{re.escape(zero)}.*; rank {rank} has .*{re.escape(other)}"
             with pytest.raises(RuntimeError, match=f"^the models differ: {has}") as caught:
                 broadcast_parameters(model)
             assert same(before, model.state_dict()), "values were sent"

@@ -153,7 +153,7 @@ def test_what_is_refused(world):
     other = nn.Parameter(torch.zeros(1))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (RuntimeError, "is not needed when a module", of(nn.ReLU())),
-        (RuntimeError, "uninitialized parameters", of(nn.LazyLinear(1))),
+        (ValueError, "parameter weight is lazy", of(nn.LazyLinear(1))),
         (ValueError, "only be None or contain", of(device_ids=[0, 1])),
         (ValueError, "modules on a single GPU, got", of(device_ids=[0])),
         (ValueError, "lazy_bucket_allocation=True is .*saves", of(lazy_bucket_allocation=True)),
