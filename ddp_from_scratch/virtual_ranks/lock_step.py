@@ -46,17 +46,17 @@ class View:
 
     def copy_buffers(self) -> None:
         # New tensors, because autograd counts writes by other virtual ranks to a shared one.
-        copies = copy.deepcopy([getattr(*place) for place in self._buffers])
-        for place, buffer in zip(self._buffers, copies, strict=True):
-            setattr(*place, buffer)
+        copies = copy.deepcopy([getattr(layer, name) for layer, name in self._buffers])
+        for (layer, name), buffer in zip(self._buffers, copies, strict=True):
+            setattr(layer, name, buffer)
 
     def capture(self) -> tuple[Any, ...]:
-        return [getattr(*place) for place in self._places], generator_states()
+        return [getattr(owner, name) for owner, name in self._places], generator_states()
 
     def restore(self, captured: tuple[Any, ...]) -> None:
         values, generators = captured
-        for place, value in zip(self._places, values, strict=True):
-            setattr(*place, value)
+        for (owner, name), value in zip(self._places, values, strict=True):
+            setattr(owner, name, value)
         set_generator_states(generators)
 
 
