@@ -31,6 +31,13 @@ SMALL, LARGE, ALL = 8 * BYTES, 16 * BYTES, math.inf
 A, A_AFTER, B = Candidate(1.0, True), Candidate(1.0, False), Candidate(math.inf, True)
 
 
+def test_layouts_take_turns_and_the_first_step_of_each_does_not_count():
+    first = [(A, False), *[(A, True), (A_AFTER, True)] * 2]
+    second = [(B, False), (B, True), (B, True)]
+    rounds = [*first, *second, *second, *first] * 2 + [*first, *second]
+    assert tuning.trials([[A, A_AFTER], [B]]) == rounds
+
+
 @pytest.mark.parametrize(
     ("times", "chosen"),
     [
