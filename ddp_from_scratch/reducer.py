@@ -257,7 +257,6 @@ class Reducer(CoreReducer):
     def set_broadcast_buffers(self, enabled: bool) -> None:
         """Sets `broadcast_buffers`. Every rank must call it."""
         self.buffer_sync.enable(enabled)
-        # Never removed, because the next average may have to wait for the futures of a hook.
         if enabled and self.buffer_sync not in self.extensions:
             self.add_extension(self.buffer_sync, first=True)
 

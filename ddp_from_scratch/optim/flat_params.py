@@ -29,8 +29,7 @@ class FlatParams:
     """A run: neighbours in a bucket that belong to one parameter group, in one flat tensor.
 
     Each member begins at a cache line, as in torch's own allocations. Elsewhere BLAS rounds matrix
-    products differently, and a step may round other elements as its last ones. The `.grad` and
-    `.data` of members are `gradients`, windows of `gradient`, and `places`, windows of `flat`.
+    products differently, and a step may round other elements as its last ones.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """Synchronises buffers at the end of backward, which every rank is known to reach."""
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -10,24 +9,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.group import of_member
 from ddp_from_scratch.memory import split_like
-from ddp_from_scratch.sync.broadcast import check_buffers, messages, send_tensors
+from ddp_from_scratch.sync.broadcast import check_buffers, messages
 from ddp_from_scratch.waiting import wait
-
-
-class BufferHook(NamedTuple):
-    """A hook that replaces the broadcast of rank 0's buffers."""
-
-    state: Any
-    # Takes `state` and `{name: buffer}`; returns None, or futures to wait for.
-    call: Callable[[Any, dict[str, torch.Tensor]], Any]
-    before: bool  # True runs the hook before forward, False after it
 
 
 class BufferSync(Extension):
     """Broadcasts one rank's buffers at the end of each synchronised backward pass.
 
-    They are sent after the last launch, and written after every bucket has landed. A hook runs
-    around forward instead. Inside `join()`, the ranks first agree on the rank to send from.
+    They are sent after the last launch, and written after every bucket has landed. Inside `join()`
+    they are sent before forward, from a rank with data.
     """
 
     def __init__(
@@ -38,10 +28,7 @@ class BufferSync(Extension):
     ) -> None:
         self._module, self._process_group, self._ignore = module, process_group, ignore
         self.enabled = False
-        self.hook: BufferHook | None = None
-        self._hook_is_due = True  # in the first forward pass after an average, as in torch
         self.joining = False  # inside `join()`
-        self._futures: list[torch.futures.Future[Any]] = []
         # In flight between `_launch` and `_finish`; whether this rank sends them.
         self._sent: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []
         self._is_source = False
@@ -60,14 +47,14 @@ class BufferSync(Extension):
     def on_all_launched(self) -> None:
         # Not before forward as in torch's DDP, because one rank may run forward alone (an
         # evaluation). Training sees the same buffers either way.
-        if self.enabled and self.hook is None and not self.joining:
+        if self.enabled and not self.joining:
             self._launch(0)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         self._finish()
 
     def on_abort(self) -> None:
-        self._sent, self._futures = [], []
+        self._sent = []
 
     @torch.no_grad()
     def _launch(self, src: int) -> None:
@@ -75,7 +62,7 @@ class BufferSync(Extension):
         self._sent = []
         for buffers in messages(list(self.named().values())):
             if self._is_source:
-                flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+                flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             else:
                 flat = buffers[0].new_empty(sum(buffer.numel() for buffer in buffers))
             wire = flat.view(torch.uint8)  # every backend can send bytes
@@ -84,15 +71,12 @@ class BufferSync(Extension):
             self._sent.append((buffers, flat, of_member(work)))
 
     def _finish(self) -> None:
-        """Waits for buffers in flight and for the futures of hooks. Idempotent."""
+        """Waits for buffers in flight, and writes them. Idempotent."""
         sent, self._sent = self._sent, []
         for buffers, flat, work in sent:
             wait(work)
             if not self._is_source:
                 self._write(list(zip(buffers, split_like(flat, buffers), strict=True)))
-        futures, self._futures = self._futures, []
-        for future in futures:
-            future.wait()
 
     @torch.no_grad()
     def _write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -112,35 +96,10 @@ class BufferSync(Extension):
             with torch.autograd._unsafe_preserve_version_counter(uncounted):  # type: ignore[attr-defined]
                 torch._foreach_copy_(buffers, values)
 
-    # Around a forward pass ----------------------------------------------------------------------
-
-    def in_join(self, src: int) -> None:
+    def send(self, src: int) -> None:
         """Broadcasts rank `src`'s buffers before a forward pass in `join()`. Collective."""
-        if self.hook is None:
-            if self.enabled:
-                self._launch(src)
-                self._finish()
-        elif self.hook.before:
-            self._run(self.hook)
-
-    def before_forward(self) -> None:
-        if self.hook is not None and self.hook.before and self._hook_is_due and self.enabled:
-            self._run(self.hook)
-
-    def after_forward(self, averages: bool) -> None:
-        if self.hook is not None and not self.hook.before and self._hook_is_due and self.enabled:
-            self._run(self.hook)
-        self._hook_is_due = averages
-
-    def send(self, src: int, tensors: Sequence[torch.Tensor] | None = None) -> None:
-        """Broadcasts rank `src`'s buffers, or these tensors, for hooks. Collective."""
-        buffers = list(self.named().values()) if tensors is None else tensors
-        send_tensors(buffers, src, self._process_group)
+        self._launch(src)
+        self._finish()
 
     def named(self) -> dict[str, torch.Tensor]:
         return {n: b for n, b in self._module.named_buffers() if n not in self._ignore}
-
-    def _run(self, hook: BufferHook) -> None:
-        futures = hook.call(hook.state, self.named())
-        if futures is not None:
-            self._futures += futures if isinstance(futures, list) else [futures]

@@ -29,11 +29,11 @@ class Checks(Extension):
     """Detects a changed module, and forward passes that write to parameters."""
 
     def __init__(self, snapshot: "ModuleSnapshot", ignore: Collection[str]) -> None:
-        self._snapshot, self._ignore = snapshot, ignore
+        self._snapshot, self.ignore = snapshot, ignore
         # Versions of all parameters at the start of the current forward pass in training; None
         # otherwise. torch does not count writes to `parameter.data`, so these are missed.
         self._before: list[int] | None = None
-        self._written: dict[str, None] = {}  # names of parameters that forward passes wrote to
+        self.has_written = False  # a forward pass, to a parameter
         self._forwards = 0
 
     def attach(self, reducer: CoreReducer) -> None:
@@ -76,12 +76,12 @@ class Checks(Extension):
         now = [*map(_version, self._snapshot.parameters.values())]
         if now == before:
             return
-        names = self._snapshot.parameters
-        written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
-        self._written |= dict.fromkeys(written)
+        self.has_written = True
         # Writes before the first average lead to a comparison (`_FirstAverage`); later ones raise.
         reducer: CoreReducer = self._of()
-        if written and reducer.iteration and reducer.extension(DriftCheck) is None:
+        if reducer.iteration and reducer.extension(DriftCheck) is None:
+            names = self._snapshot.parameters
+            written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
             raise RuntimeError(
                 f"a forward pass on rank {reducer.rank} has written "
                 f"to {shortened(written)}, which other ranks may not have: write to parameters "
@@ -129,30 +129,27 @@ class Checks(Extension):
                 f"cannot keep its graph, since it is {bucket.keeps_no_graph}"
             )
 
-    def compare_writers(self, takes_part: bool) -> None:
-        """Adds a `DriftCheck` if a forward pass on any rank has written. Collective."""
-        reducer: CoreReducer = self._of()
-        if reducer.extension(DriftCheck) is not None:
-            return
-        module, group = reducer.module, reducer.process_group
-        with on_gpu_of(module):
-            counts = gather_integers([len(self._written)], group)
-        if any(map(any, counts)):
-            drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._ignore, after_writes=True)
-            reducer.add_extension(drift)
-            drift.on_average(reducer.iteration, takes_part)
-
 
 class _FirstAverage(Extension):
+    """Adds a `DriftCheck` if a forward pass on any rank has written before the first average."""
+
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        if iteration == 1:
-            self._checks.compare_writers(takes_part)
-        else:
+        reducer: CoreReducer = self._of()
+        if iteration > 1:
             # The first average may be repeated (`abort_step`), so this stays until the second.
-            self._of().remove_extension(self)
+            reducer.remove_extension(self)
+        elif reducer.extension(DriftCheck) is None:
+            module, group = reducer.module, reducer.process_group
+            with on_gpu_of(module):
+                counts = gather_integers([int(self._checks.has_written)], group)
+            if any(map(any, counts)):
+                ignore = self._checks.ignore
+                drift = DriftCheck(EVERY_AFTER_WRITES, module, group, ignore, after_writes=True)
+                reducer.add_extension(drift)
+                drift.on_average(iteration, takes_part)
 
 
 def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:

@@ -28,18 +28,10 @@ _WORTH, _EMBEDDING = 2**16, 4
 class FusedWgrad(Extension):
     """Makes the backward passes of linear and embedding layers write into the buckets.
 
-    A layer is fused if the Reducer averages its weight and the weight has at least 65,536 elements
-    (262,144 for embeddings). Only gradients that are packed one by one (`Bucket.packs_early`) are
-    written to buckets. A fused layer's `forward` is replaced; copies of the layer have torch's.
-
-    torch computes all other gradients, with the same numbers:
-
-    - layers: convolutions (`aten::convolution_backward.out` copies, too), subclasses, parametrized
-      or complex weights, a replaced `forward`; embeddings with 16-bit weights, `sparse`,
-      `scale_grad_by_freq` or `max_norm`.
-    - passes: hooks on the weight, autocast, torch.compile, torch.func, `create_graph`,
-      `torch.autograd.grad`, a substituted weight.
-    - gradients: a parameter's second, or of a parameter that has a `.grad`.
+    A fused layer's `forward` is replaced; copies of the layer have torch's. Only gradients that are
+    packed one by one (`Bucket.packs_early`) are written to buckets. torch computes all others, with
+    the same numbers: see `_is_plain`, `_can_fuse`, `_embedding`, `window` and `_window`.
+    Convolutions are left to torch because `aten::convolution_backward.out` copies, too.
     """
 
     def attach(self, reducer: CoreReducer) -> None:

@@ -64,7 +64,7 @@ class Several(Extension):
         if len(everyone) < 2:
             return True
         unused = reducer.extension(Unused) if reducer.may_be_unused else None
-        if unused is not None and unused.graphs.hides_parameters:
+        if unused is not None and unused.hides_parameters:
             # A reentrant checkpoint hides parameters, also of other Reducers, until the pass ends.
             return False
         if any(_is_inside(reducer, other) for other in everyone):
@@ -137,5 +137,5 @@ def _takes_part(reducer: CoreReducer) -> bool:
     return (
         _is_running(reducer)
         or will_accumulate_any(reducer)
-        or (unused is not None and unused.graphs.will_enter())
+        or (unused is not None and unused.will_enter())
     )

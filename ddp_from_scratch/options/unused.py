@@ -2,28 +2,59 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import _find_tensors
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.errors import shortened
+from ddp_from_scratch.group import of_member
 from ddp_from_scratch.waiting import wait
+
+# In nested tuples, lists, dicts and dataclasses, as for torch's DistributedDataParallel.
+find_tensors: Callable[[object], Iterable[torch.Tensor]] = _find_tensors
+
+
+def reached(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """Returns the leaves that backward would reach; None if a reentrant checkpoint hides some."""
+    leaves = [output for output in outputs if output.is_leaf and output.requires_grad]
+    ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(ahead)
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad):
+            leaves.append(node.variable)
+        # A reentrant checkpoint builds its part of the graph during backward.
+        elif node.name() == "CheckpointFunctionBackward":
+            return None
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                ahead.append(following)
+    return leaves
+
+
+class _Forward:
+    def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor]) -> None:
+        self.reached = reached  # indices of the Reducer's parameters; None means unknown
+        self.others = [weakref.ref(leaf) for leaf in others]
 
 
 class Unused(Extension):
     """Lets parameters get no gradient in a backward pass.
 
-    Parameters that backward cannot reach are marked unused when it enters the graph of a forward
-    pass (`GraphWatch`), and others without a gradient at its end. Ranks exchange which parameters
-    they used: with `find_unused` in each average, with a static graph in the first, else in none.
+    The graph of each forward pass is walked. Parameters that backward cannot reach are marked
+    unused when it enters the graph at an output, before any gradient of this graph is ready. Others
+    without a gradient are marked at the end. `torch.autograd.grad` is ignored, since it accumulates
+    nothing in `.grad`. Ranks exchange which parameters they used: with `find_unused` in each
+    average, with a static graph in the first, else in none.
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
@@ -45,7 +76,11 @@ class Unused(Extension):
         # checkpointing more than one), and has had in this one. So it is ready with its last one.
         self._expected: Counter[int] | None = None
         self._counted = Counter[int]()
-        self.graphs = GraphWatch(reducer.parameters, self._on_enter)
+        self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
+        # Weak: the hooks on a graph own its record, which disappears with the graph.
+        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
+        # The record of the last walk, which a static graph reuses.
+        self._last: _Forward | None = None
         self._update()
 
     def _update(self) -> None:
@@ -59,28 +94,72 @@ class Unused(Extension):
 
     def set_static(self) -> None:
         if not self.is_static:
-            self.graphs.last = None  # earlier passes may have had another graph
+            self._last = None  # earlier passes may have had another graph
             self.is_static = True
             self._update()
 
+    # Forward ------------------------------------------------------------------------------------
+
     def prepare(self, outputs: object) -> None:
-        if self._of().may_be_unused:
-            self.graphs.on_forward(outputs, as_before=self.is_static)
+        """Hooks the nodes of all tensors in `outputs`. Walks their graph unless it is static."""
+        # Transforms of torch.func accumulate nothing, and hide the parameters.
+        if not self._of().may_be_unused or torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
+        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
+        if not nodes:
+            return
+        if self._last is None or not self.is_static:
+            with torch.profiler.record_function("search_unused_parameters"):
+                leaves = reached(tensors)
+            known = self._index_of
+            others = [leaf for leaf in leaves or () if id(leaf) not in known]
+            ours = {known[id(leaf)] for leaf in leaves or () if id(leaf) in known}
+            self._last = _Forward(None if leaves is None else ours, others)
+        self._forwards.add(self._last)
+        for node in nodes:
+            # Weak, so that a graph does not keep the Reducer alive.
+            node.register_prehook(partial(_enter, weakref.ref(self), self._last))
 
     on_forwarded = prepare
 
-    def _on_enter(self, unreached: set[int]) -> None:
-        """Marks parameters unused when backward enters the graph of an output."""
-        reducer: CoreReducer = self._of()
+    @property
+    def hides_parameters(self) -> bool:
+        """True if a graph has a reentrant checkpoint, which may use any parameter."""
+        return any(forward.reached is None for forward in self._forwards)
+
+    def will_enter(self) -> bool:
+        """True if the pass that autograd executes goes through one of these graphs."""
+        return any(map(self._accumulates, self._forwards))
+
+    def _accumulates(self, forward: _Forward) -> bool:
+        """True for `backward()`, False for `torch.autograd.grad`."""
+        if forward.reached:
+            return any(will_accumulate(self._of().parameters[i]) for i in forward.reached)
+        # A static graph's record is from an earlier step, whose other leaves may be freed.
+        others = [other() for other in forward.others]
+        return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
+
+    # Backward -----------------------------------------------------------------------------------
+
+    def on_enter(self, forward: _Forward) -> None:
+        """Marks parameters unused when backward enters the graph of a forward pass."""
+        reducer: CoreReducer | None = self._of()
+        if reducer is None or forward not in self._forwards:
+            return  # the Reducer was removed
+        if not (self.hides_parameters or self._accumulates(forward)):
+            return
         with reducer.lock:
             if not reducer.sync or reducer.is_in_pass():
                 return
             reducer.begin_pass()
             if self._expected is not None:
-                unreached = set(range(self._count)).difference(self._expected)
-            elif self.is_static:
-                unreached = set()
-            reducer.mark_unused(unreached)
+                reducer.mark_unused(set(range(self._count)).difference(self._expected))
+            elif not (self.is_static or self.hides_parameters):
+                # The pass may execute more than this walk has seen: several forward passes.
+                rest = set(range(self._count)) - (forward.reached or set())
+                parameters = reducer.parameters
+                reducer.mark_unused({i for i in rest if not will_accumulate(parameters[i])})
             reducer.launch_full_buckets(early=True)
 
     def on_gradient(self, index: int) -> None:
@@ -121,8 +200,7 @@ class Unused(Extension):
         # that used a parameter, divided by it the ranks that inherited its gradient.
         mine[list(inherited)] = beyond = 1 + group.size()
         counts = mine.to(reducer.device, non_blocking=True)
-        work = dist.all_reduce(counts, group=group, async_op=True)
-        assert work is not None, "this rank is not a member of the process group"
+        work = of_member(dist.all_reduce(counts, group=group, async_op=True))
         # A rank that used all parameters knows the answer and does not wait.
         if len(used) < self._count:
             wait(work)
@@ -158,126 +236,12 @@ class Unused(Extension):
     on_set_step = on_abort
 
     def remove(self) -> None:
-        self.graphs.stop()
+        self._forwards.clear()  # graphs that are still alive do not enter
 
 
-def find_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested tuples, lists, dicts and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from find_tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from find_tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from find_tensors(getattr(value, field.name))
-
-
-def reached(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """Returns the leaves that backward would reach; None if a reentrant checkpoint hides some."""
-    leaves = [output for output in outputs if output.is_leaf and output.requires_grad]
-    ahead = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen = set(ahead)
-    while ahead:
-        node = ahead.pop()
-        if isinstance(node, torch._C._functions.AccumulateGrad):
-            leaves.append(node.variable)
-        # A reentrant checkpoint builds its part of the graph during backward.
-        elif node.name() == "CheckpointFunctionBackward":
-            return None
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                ahead.append(following)
-    return leaves
-
-
-class _Forward:
-    def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor]) -> None:
-        self.reached = reached  # indices of the Reducer's parameters; None means unknown
-        self.others = [weakref.ref(leaf) for leaf in others]
-
-
-class GraphWatch:
-    """Walks the graph of each forward pass, and calls back when a backward pass enters it.
-
-    When backward reaches an output, before any gradient of this graph is ready, the bound method
-    `on_enter` gets the indices of the parameters without a gradient in this pass: an empty set if
-    the graph contains a reentrant checkpoint, which hides parameters. `torch.autograd.grad` is
-    ignored, since it accumulates nothing in `.grad`.
-    """
-
-    def __init__(
-        self, parameters: Sequence[torch.Tensor], on_enter: Callable[[set[int]], None]
-    ) -> None:
-        self._parameters = parameters
-        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._on_enter = weakref.WeakMethod(on_enter)
-        # Weak: the hooks on a graph own its record, which disappears with the graph.
-        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        # The record of the last walk, which a static graph reuses.
-        self.last: _Forward | None = None
-        self._stopped = False
-
-    @property
-    def hides_parameters(self) -> bool:
-        return any(forward.reached is None for forward in self._forwards)
-
-    def on_forward(self, outputs: object, as_before: bool = False) -> None:
-        """Hooks the nodes of all tensors in `outputs`. Walks the graph unless it is as before."""
-        # Transforms of torch.func accumulate nothing, and hide the parameters.
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            return
-        tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
-        nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
-        if not nodes:
-            return
-        if self.last is None or not as_before:
-            with torch.profiler.record_function("search_unused_parameters"):
-                leaves = reached(tensors)
-            known = self._index_of
-            others = [leaf for leaf in leaves or () if id(leaf) not in known]
-            ours = {known[id(leaf)] for leaf in leaves or () if id(leaf) in known}
-            self.last = _Forward(None if leaves is None else ours, others)
-        forward = self.last
-        self._forwards.add(forward)
-        for node in nodes:
-            # Weak, so that a graph does not keep the Reducer alive.
-            node.register_prehook(partial(self._enter, weakref.ref(self), forward))
-
-    def will_enter(self) -> bool:
-        """True if the pass that autograd executes goes through one of these graphs."""
-        return any(map(self._accumulates, self._forwards))
-
-    def stop(self) -> None:
-        """Stops calling `on_enter`, even if graphs are still alive. Idempotent."""
-        self._forwards.clear()
-        self._stopped = True
-
-    @staticmethod
-    def _enter(watch: "weakref.ref[GraphWatch]", forward: _Forward, gradients: Any) -> None:
-        """Reports unused parameters. Autograd calls it at an output of this forward pass."""
-        self = watch()
-        on_enter = None if self is None or self._stopped else self._on_enter()
-        if self is None or on_enter is None:
-            return
-        if self.hides_parameters:
-            on_enter(set())  # the checkpoint may use any parameter
-        elif self._accumulates(forward):
-            # The pass may execute more than this walk has seen, such as several forward passes.
-            rest = set(range(len(self._parameters))) - (forward.reached or set())
-            on_enter({i for i in rest if not will_accumulate(self._parameters[i])})
-
-    def _accumulates(self, forward: _Forward) -> bool:
-        """True for `backward()`, False for `torch.autograd.grad`."""
-        if forward.reached:
-            return any(will_accumulate(self._parameters[i]) for i in forward.reached)
-        # A static graph's record is from an earlier step, whose other leaves may be freed.
-        others = [other() for other in forward.others]
-        return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
+def _enter(unused: "weakref.ref[Unused]", forward: _Forward, gradients: Any) -> None:
+    if (found := unused()) is not None:
+        found.on_enter(forward)
 
 
 def will_accumulate_any(reducer: Any) -> bool:

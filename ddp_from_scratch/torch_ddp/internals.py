@@ -16,13 +16,6 @@ from ddp_from_scratch.reducer import Reducer
 
 # Arguments --------------------------------------------------------------------------------------
 
-NOT_LAZY = (
-    "lazy_bucket_allocation=True is not supported: it frees buckets after each backward pass, and "
-    "here they keep their memory: in it .grad lies (gradient_as_bucket_view=True), ddp.SGD steps "
-    "and the ranks of a machine meet (mpi). Leave it False; gradient_as_bucket_view=True saves the "
-    "memory that gradients take beside their buckets"
-)
-
 
 def chosen_group(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None, device_mesh: Any
@@ -51,13 +44,8 @@ def chosen_group(
 def checked_parameters(
     module: torch.nn.Module, ignore: Collection[str]
 ) -> list[torch.nn.Parameter]:
-    """Returns the parameters that are not ignored. Raises if they are lazy or all frozen."""
+    """Returns the parameters that are not ignored. Raises if all are frozen."""
     ours = [p for name, p in module.named_parameters() if name not in ignore]
-    if any(map(torch.nn.parameter.is_lazy, ours)):
-        raise RuntimeError(
-            "the module has uninitialized parameters: run one forward pass on every rank before "
-            "wrapping it in DistributedDataParallel"
-        )
     if not any(parameter.requires_grad for parameter in ours):
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that "
@@ -108,20 +96,12 @@ def moved(value: Any, device: torch.device | None = None, dtype: torch.dtype | N
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-_COMPRESSED = {
+# The comm hook for a dtype of sent gradients, as in torch's `_MixedPrecision`; None needs none.
+HOOKS: dict[Any, CommHook | None] = {
+    **dict.fromkeys((None, torch.float32, torch.float64)),
     torch.float16: comm_hooks.fp16_compress_hook,
     torch.bfloat16: comm_hooks.bf16_compress_hook,
 }
-
-
-def hook_for(precision: Any) -> CommHook | None:
-    """Returns the comm hook for torch's `_MixedPrecision`, or None if it needs none."""
-    sent = precision.reduce_dtype or precision.param_dtype
-    if sent in (None, torch.float32, torch.float64):
-        return None
-    if sent not in _COMPRESSED:
-        raise ValueError(f"gradients cannot be sent as {sent}")
-    return _COMPRESSED[sent]
 
 
 def cast_buffers(
@@ -211,28 +191,3 @@ class CopiedReducer(WrappedReducer):
 
     # Sharing memory is collective. The ranks meet when the copy first averages.
     meets = False
-
-
-def derive_in_name_alone(theirs: type, ours: type) -> None:
-    """Makes `ours` inherit nothing that `theirs` itself defines, only what its bases have."""
-    position = ours.__mro__.index(theirs)
-    before, behind = ours.__mro__[:position], ours.__mro__[position + 1 :]
-    # Not a fixed list of names, since later versions of torch add more.
-    for name, value in vars(theirs).items():
-        # `__doc__`, `__annotations__` and the like are for Python itself.
-        of_python = name.startswith("__") and not hasattr(value, "__get__")
-        if of_python or any(name in vars(base) for base in before):
-            continue
-        inherited = (vars(base)[name] for base in behind if name in vars(base))
-        setattr(ours, name, next(inherited, _Absent(name)))
-
-
-class _Absent:
-    """An attribute that a class does not have, although one of its bases does."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        # An AttributeError makes hasattr() False.
-        raise AttributeError(f"{owner.__name__} of {owner.__module__} has no {self._name}")

@@ -19,7 +19,7 @@ from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 
 
-class JoinableReducer(Joinable, JoinHook):
+class JoinableReducer(Joinable, JoinHook, Extension):
     """A Reducer that takes part in a `Join` context.
 
     In each step ranks with data and ranks without take the same actions in the same order:
@@ -78,6 +78,11 @@ class JoinableReducer(Joinable, JoinHook):
         if sync:
             self.reducer.sender.set_weight(None if self.by_initial_world_size else weight.value)
 
+    def on_forward(self) -> None:
+        """Calls `notify` in training, not where a checkpoint recomputes a forward pass."""
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self.notify()
+
     def main_hook(self) -> None:
         """Takes part in a step of the other ranks without data."""
         self.check_norms(0.0)
@@ -99,7 +104,7 @@ class JoinableReducer(Joinable, JoinHook):
     def send_buffers(self, has_data: bool) -> None:
         """Broadcasts the buffers of a rank with data, if the last step averaged. Collective."""
         if self._averaged and self.reducer.buffer_sync.will_send():
-            self.reducer.buffer_sync.in_join(self.agree_on_rank(has_data))
+            self.reducer.buffer_sync.send(self.agree_on_rank(has_data))
 
     def end(self) -> None:
         """Leaves the context. Idempotent."""
@@ -157,8 +162,7 @@ def join(
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """
     joinable = JoinableReducer(reducer)
-    notify = _Notify(joinable)
-    reducer.add_extension(notify)
+    reducer.add_extension(joinable)
     context = Join(
         [joinable],
         enable,
@@ -171,14 +175,4 @@ def join(
             yield
     finally:
         reducer.set_joining(False)
-        reducer.remove_extension(notify)
-
-
-class _Notify(Extension):
-    def __init__(self, joinable: JoinableReducer) -> None:
-        self._joinable = joinable
-
-    def on_forward(self) -> None:
-        # Skips evaluations, and forward passes that a checkpoint recomputes in backward.
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._joinable.notify()
+        reducer.remove_extension(joinable)

@@ -1,13 +1,8 @@
-"""torch's DistributedDataParallel, with its name, arguments and behaviour, over `Reducer`.
+"""torch's DistributedDataParallel, with its name, arguments and behaviour, over `Reducer`."""
 
-It derives from torch's class so that `isinstance` checks pass (in Lightning, accelerate,
-`torch.distributed.checkpoint`, pipelines), but inherits no code from it.
-"""
-
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -22,14 +17,13 @@ from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.layout import Caps
 from ddp_from_scratch.group import check_group
-from ddp_from_scratch.options.buffers import BufferHook
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
 from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved
 from ddp_from_scratch.torch_ddp.join import JoinableReducer
 
 
-class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(torch.nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
     Construction compares the module on all ranks, and sends rank 0's parameters and buffers to all.
@@ -43,12 +37,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         `find_unused_parameters` and `static_graph` as `Reducer`, and
         device_ids: the GPU of a module on a single GPU; inputs are moved there.
         output_device: only together with `device_ids`; as in torch, outputs are not moved.
-        dim: without effect; torch's class uses it in `scatter` and `gather`.
+        dim, check_reduction, batched_grad_copy: without effect.
         broadcast_buffers: False sends no buffers, not even at construction.
         forward_sync_buffers: True if forward passes find rank 0's buffers; the first always does.
         init_sync: False trusts that all ranks hold the same module.
         bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` replaces it, if given.
-        check_reduction: deprecated, without effect.
         delay_all_reduce_named_params: (name, parameter) pairs that are averaged separately when the
             gradient of `param_to_hook_all_reduce` is ready.
         mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
@@ -57,9 +50,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         device_mesh: a one-dimensional mesh instead of `process_group`. If it is part of a larger
             mesh, the other dimensions may shard the module's parameters (DTensors).
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
-        batched_grad_copy: without effect. One call copies a bucket's gradients, except that large
-            ones on a CPU are copied one by one and divided on the way.
-        lazy_bucket_allocation: only False; buckets keep their memory (`internals.NOT_LAZY`).
+        lazy_bucket_allocation: only False; buckets keep their memory.
         check_every, stall_after, straggler_every, shared_memory, fuse_wgrad: not in torch; as
             `Reducer`.
 
@@ -71,7 +62,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         ValueError, RuntimeError: as torch's class, `broadcast_parameters` and `Reducer`.
     """
 
-    reducer: WrappedReducer  # type: ignore[assignment]
+    reducer: WrappedReducer
 
     def __init__(
         self,
@@ -103,13 +94,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         shared_memory: bool = True,
         fuse_wgrad: bool = False,
     ) -> None:
-        # torch's own __init__ would construct its C++ reducer.
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         trigger = param_to_hook_all_reduce
         delayed = internals.checked_delayed(module, delay_all_reduce_named_params, trigger)
         if lazy_bucket_allocation:
-            raise ValueError(internals.NOT_LAZY)
+            raise ValueError(
+                "lazy_bucket_allocation=True is not supported, because buckets keep their memory: "
+                "gradient_as_bucket_view=True saves the memory that gradients take beside them"
+            )
         if check_reduction:
             warnings.warn("check_reduction is deprecated", FutureWarning, stacklevel=2)
         if broadcast_buffers is None:
@@ -167,16 +160,16 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(WrappedReducer)
 
-    def _build(self, kind: type[WrappedReducer], buffer_hook: BufferHook | None = None) -> None:
+    def _build(self, kind: type[WrappedReducer]) -> None:
         self.reducer = kind(
             self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
         )
         # Removes the hooks when the wrapper is freed, so nothing here may reference the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
-        self.buffer_sync.hook = buffer_hook
         self._joinable = JoinableReducer(self.reducer)
         if self.mixed_precision is not None:
-            hook = internals.hook_for(self.mixed_precision)
+            precision = self.mixed_precision
+            hook = internals.HOOKS[precision.reduce_dtype or precision.param_dtype]
             if hook is not None:
                 self.reducer.register_comm_hook(self._group, hook)
 
@@ -184,37 +177,29 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module with inputs moved to its device."""
-        trains = torch.is_grad_enabled() and self.module.training
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
                 # Raises before `notify`, where this rank might wait for others forever.
                 self.reducer.check_forward()
             self._joinable.notify()
-        # Inside join(), `notify` has already called the hook.
-        if trains and not self._join_config.enable:
-            self.buffer_sync.before_forward()
         if self.device_ids:
             device = torch.device("cuda", self.device_ids[0])
             inputs, kwargs = moved(inputs, device), moved(kwargs, device)
         dtype = None if self.mixed_precision is None else self.mixed_precision.param_dtype
         if dtype is None:
-            output = self.module(*inputs, **kwargs)
-        else:
-            # The parameters keep their dtype, and autograd propagates gradients through the cast.
-            lowered = {
-                name: parameter.to(dtype)
-                for name, parameter in self.module.named_parameters()
-                if parameter.is_floating_point() and name not in self.parameters_to_ignore
-            }
-            inputs, kwargs = moved(inputs, dtype=dtype), moved(kwargs, dtype=dtype)
-            output = functional_call(self.module, lowered, inputs, kwargs)
-        if trains:
-            self.buffer_sync.after_forward(self.reducer.sync)
-        return output
+            return self.module(*inputs, **kwargs)
+        # The parameters keep their dtype, and autograd propagates gradients through the cast.
+        lowered = {
+            name: parameter.to(dtype)
+            for name, parameter in self.module.named_parameters()
+            if parameter.is_floating_point() and name not in self.parameters_to_ignore
+        }
+        inputs, kwargs = moved(inputs, dtype=dtype), moved(kwargs, dtype=dtype)
+        return functional_call(self.module, lowered, inputs, kwargs)
 
     def will_sync_module_buffers(self) -> bool:
         """True if buffers are sent."""
-        return bool(self.buffer_sync.will_send())
+        return self.reducer.buffer_sync.will_send()
 
     # What torch's class offers ------------------------------------------------------------------
 
@@ -224,12 +209,10 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         doc="True if backward passes average; `no_sync()` sets it to False and back.",
     )
 
-    buffer_sync: Any = property(attrgetter("reducer.buffer_sync"), doc="Synchronises the buffers.")
-
     @property
     def forward_sync_buffers(self) -> bool:
         """True if forward passes find rank 0's buffers. May be set, on every rank."""
-        return bool(self.buffer_sync.enabled)
+        return self.reducer.buffer_sync.enabled
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
@@ -249,7 +232,7 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         # Holds no reference to the default group: gloo's threads must end when a program closes it.
         self._group = None if group is dist.group.WORLD else group
 
-    def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients locally inside; the next backward outside averages the sum."""
         return self.reducer.no_sync()
 
@@ -295,42 +278,21 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._joinable._join_config = value
             self.reducer.set_joining(value.enable)
 
-    def joined_before(self) -> bool:
-        """True if a `join()` context has ended."""
-        return self._joinable.last_rank is not None
+    # Private in torch, but used by programs ------------------------------------------------------
 
-    def logging_data(self) -> dict[str, Any]:
-        """Returns settings and statistics, with torch's keys where the meaning is the same."""
-        group, stats = self.process_group, self.reducer.stats()
-        data = {
-            "module_name": type(self.module).__name__,
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        stats = self.reducer.stats()
+        data: dict[str, Any] = {
             "bucket_cap_bytes": stats.bucket_cap_bytes,
-            "find_unused_parameters": int(stats.find_unused_parameters),
-            "static_graph": int(stats.static_graph),
-            "gradient_as_bucket_view": int(stats.gradient_as_bucket_view),
-            "num_parameter_tensors": stats.parameters,
-            "total_parameter_size_bytes": stats.parameter_bytes,
-            "bucket_sizes": ", ".join(map(str, stats.bucket_bytes)),
             "has_rebuilt_buckets": int(stats.rebuilt),
-            "iteration": stats.iteration,
-            "world_size": dist.get_world_size(group),
-            "rank": dist.get_rank(group),
-            "backend_name": dist.get_backend(group),
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
             "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in self.module.modules()),
-            "join_uneven_inputs": self.joined_before(),
-            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+            "join_uneven_inputs": self._joinable.last_rank is not None,
         }
         if self.reducer.sender.hook is not average:
             # torch's name of a built-in hook differs from the name of its function here.
             data["comm_hook"] = self._builtin_hook or stats.comm_hook
         return data
 
-    # Private in torch, but used by programs ------------------------------------------------------
-
-    _get_ddp_logging_data = logging_data
     # True if the buckets have their final layout.
     _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
 
@@ -372,26 +334,11 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
             self._settings["overlap"] = self.reducer.overlap
         # Removes the old Reducer's hooks, so that each gradient is averaged once.
         self._finalizer()
-        self._build(WrappedReducer, self.buffer_sync.hook)
+        self._build(WrappedReducer)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
             # The state of hooks in `comm_hooks` is the process group.
             self.reducer.register_comm_hook(self._group if state is old else state, hook)
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
-    ) -> None:
-        """Synchronises buffers with `hook(state, {name: buffer})`, by default after forward."""
-        before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self.buffer_sync.hook = BufferHook(state, hook, before)
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[torch.Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        self.buffer_sync.send(authoritative_rank, bufs)
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -421,7 +368,6 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         if self.delayed is not None:
             raise RuntimeError("a wrapper with delay_all_reduce_named_params cannot be copied")
         state = self.__dict__.copy()
-        state["buffer_hook"] = self.buffer_sync.hook
         state["_comm_hook"] = None
         # A copy makes its own in `_build`, because they hold the process group and hooks.
         for name in ("_group", "reducer", "_joinable", "_finalizer"):
@@ -431,14 +377,15 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        buffer_hook = state.pop("buffer_hook")
         torch.nn.Module.__setstate__(self, state)
         self.process_group = check_group(None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
-        self._build(internals.CopiedReducer, buffer_hook)
+        self._build(internals.CopiedReducer)
 
 
-internals.derive_in_name_alone(torch.nn.parallel.DistributedDataParallel, DistributedDataParallel)
+# `isinstance` checks for torch's class pass (in Lightning, accelerate, pipelines, distributed
+# checkpoints), but no code is inherited.
+torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 
 def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -21,7 +21,7 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.training.datasets import ImageData, Sample
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.virtual_ranks.tree import virtual_rank_range
+from ddp_from_scratch.virtual_ranks.tree_reduction import virtual_rank_range
 from ddp_from_scratch.world import World
 
 

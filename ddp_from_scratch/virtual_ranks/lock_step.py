@@ -8,23 +8,16 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.nn.functional import pad
 
 from ddp_from_scratch import gpu
-from ddp_from_scratch.group import all_gather_single, of_member, on_gpu_of
-from ddp_from_scratch.sync.sync_batch_norm import several_batches, sum_of_rows
-from ddp_from_scratch.virtual_ranks.tree import virtual_rank_range
+from ddp_from_scratch.group import on_gpu_of
+from ddp_from_scratch.sync.sync_batch_norm import Gather, several_batches
 from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_generator_states
-from ddp_from_scratch.waiting import wait
-
-Gather = Callable[[torch.Tensor], torch.Tensor]
 
 DIFFERENT_LAYERS = (
     "virtual ranks of this rank differ in their synchronised batch norms: each must run the same "
@@ -33,7 +26,7 @@ DIFFERENT_LAYERS = (
 
 
 class View:
-    """A virtual rank's view of the process: gradients, generators, buffers and attributes."""
+    """A virtual rank's view of the process: gradients, buffers, attributes and generators."""
 
     def __init__(
         self,
@@ -41,56 +34,30 @@ class View:
         buffers: Sequence[torch.Tensor],
         attributes: Sequence[tuple[object, str]],
     ) -> None:
-        self._parameters, self._attributes = list(module.parameters()), attributes
         own = {id(buffer) for buffer in buffers}
-        self._places = [
-            (layer._buffers, name)
+        self._buffers = [
+            (layer, name)
             for layer in module.modules()
             for name, buffer in layer._buffers.items()
             if id(buffer) in own
         ]
+        gradients = [(parameter, "grad") for parameter in module.parameters()]
+        self._places = [*gradients, *self._buffers, *attributes]
 
     def copy_buffers(self) -> None:
         # New tensors, because autograd counts writes by other virtual ranks to a shared one.
-        copies = copy.deepcopy([owner[name] for owner, name in self._places])
-        for (owner, name), buffer in zip(self._places, copies, strict=True):
-            owner[name] = buffer
+        copies = copy.deepcopy([getattr(layer, name) for layer, name in self._buffers])
+        for (layer, name), buffer in zip(self._buffers, copies, strict=True):
+            setattr(layer, name, buffer)
 
     def capture(self) -> tuple[Any, ...]:
-        return (
-            [parameter.grad for parameter in self._parameters],
-            [owner[name] for owner, name in self._places],
-            [getattr(owner, name) for owner, name in self._attributes],
-            generator_states(),
-        )
+        return [getattr(owner, name) for owner, name in self._places], generator_states()
 
     def restore(self, captured: tuple[Any, ...]) -> None:
-        gradients, buffers, attributes, generators = captured
-        for parameter, gradient in zip(self._parameters, gradients, strict=True):
-            parameter.grad = gradient
-        for (owner, name), buffer in zip(self._places, buffers, strict=True):
-            owner[name] = buffer
-        for (one, name), value in zip(self._attributes, attributes, strict=True):
-            setattr(one, name, value)
+        values, generators = captured
+        for (owner, name), value in zip(self._places, values, strict=True):
+            setattr(owner, name, value)
         set_generator_states(generators)
-
-
-@dataclass(frozen=True)
-class _VirtualRankBatches:
-    view: View
-    outside: tuple[Any, ...]  # what the process holds for the program
-    gather_all: Gather
-
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
-        mine = self.view.capture()
-        self.view.restore(self.outside)
-        try:
-            return self.gather_all(row)
-        finally:
-            self.view.restore(mine)
-
-    def add_up(self, row: torch.Tensor) -> torch.Tensor:
-        return sum_of_rows(self.gather(row))
 
 
 class _Over(BaseException):
@@ -162,7 +129,15 @@ def run_in_lock_step(
     dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def take_part(virtual_rank: int, gather: Gather) -> None:
-        several_batches.set(_VirtualRankBatches(view, outside, gather))
+        def gather_outside(row: torch.Tensor) -> torch.Tensor:
+            mine = view.capture()
+            view.restore(outside)
+            try:
+                return gather(row)
+            finally:
+                view.restore(mine)
+
+        several_batches.set(gather_outside)
         # Otherwise all backward passes on a GPU would share a thread, and block each other in it.
         with torch.autograd.set_multithreading_enabled(False):
             run(virtual_rank)
@@ -195,18 +170,3 @@ def run_in_lock_step(
     finally:
         for turn in turns:
             turn.end()
-
-
-def gather_virtual_ranks(
-    rows: torch.Tensor, virtual_ranks: int, process_group: dist.ProcessGroup | None
-) -> torch.Tensor:
-    """Gathers one row for each virtual rank; `rows` are this rank's. Collective."""
-    ranks = dist.get_world_size(process_group)
-    if ranks == 1:
-        return rows
-    counts = [len(virtual_rank_range(virtual_ranks, rank, ranks)) for rank in range(ranks)]
-    mine = pad(rows, (0, 0, 0, max(counts) - len(rows)))
-    everyone = rows.new_empty(ranks, *mine.shape)
-    work = all_gather_single(everyone.view(-1), mine.view(-1), group=process_group, async_op=True)
-    wait(of_member(work))
-    return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])

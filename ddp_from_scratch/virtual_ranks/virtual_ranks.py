@@ -8,25 +8,29 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import pad
 
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.errors import shortened
+from ddp_from_scratch.group import all_gather_single, of_member
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
 from ddp_from_scratch.virtual_ranks.lock_step import (
     DIFFERENT_LAYERS,
     View,
-    gather_virtual_ranks,
     run_in_lock_step,
 )
-from ddp_from_scratch.virtual_ranks.tree import virtual_rank_range
-from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction, seeded
+from ddp_from_scratch.virtual_ranks.tree_reduction import (
+    TreeReduction,
+    seeded,
+    virtual_rank_range,
+)
+from ddp_from_scratch.waiting import wait
 
 
 class VirtualRanks(Extension):
@@ -129,16 +133,25 @@ class VirtualRanks(Extension):
                 return
             attributes = [(self, "inside"), (reducer, "sync")]
             view = View(reducer.module, list(self._buffers().values()), attributes)
-            gather = partial(
-                gather_virtual_ranks, virtual_ranks=self.count, process_group=self._process_group
-            )
             self.in_lock_step = True
-            run_in_lock_step(run, order, reducer.module, view, gather)
+            run_in_lock_step(run, order, reducer.module, view, self._gather)
         except BaseException:
             reducer.abort_step()
             raise
         finally:
             self.in_lock_step = False
+
+    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Gathers one row for each virtual rank; `rows` are this rank's. Collective."""
+        group, ranks = self._process_group, dist.get_world_size(self._process_group)
+        if ranks == 1:
+            return rows
+        counts = [len(virtual_rank_range(self.count, rank, ranks)) for rank in range(ranks)]
+        mine = pad(rows, (0, 0, 0, max(counts) - len(rows)))
+        everyone = rows.new_empty(ranks, *mine.shape)
+        work = all_gather_single(everyone.view(-1), mine.view(-1), group=group, async_op=True)
+        wait(of_member(work))
+        return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])
 
     @contextmanager
     def _virtual_rank(self, index: int, reducer: CoreReducer) -> Iterator[None]:

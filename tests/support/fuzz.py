@@ -208,7 +208,6 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         flat=flat,
         node_shared=alike and steps_with_averages(operations) and draw(st.booleans()),
         shared_memory=shared_memory,
-        straggler_every=one_of(None, None, 1, 3),
         halves=halves and draw(st.booleans()),
         momentum=one_of(0.0, 0.0, 0.9),
         writes=writes,

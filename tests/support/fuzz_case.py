@@ -67,8 +67,6 @@ class BackwardAndStep:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Sets `requires_grad` of a parameter, on one rank or (None) on all."""
-
     parameter: int
     frozen: bool = True
     rank: int | None = None
@@ -105,11 +103,7 @@ class Join:
 
 @dataclass(frozen=True)
 class Move:
-    """Puts gradients elsewhere in memory, on one rank or (None) on all.
-
-    With the parameters, as `module.to(...)` does ("both"), by way of float16 ("half"), or with
-    other strides ("contiguous"); `.grad.data` alone ("data"), or a `.grad` of its own ("detached").
-    """
+    """Puts gradients elsewhere in memory (`Player.move`), on one rank or (None) on all."""
 
     how: str = "both"
     rank: int | None = None
@@ -127,67 +121,41 @@ class KeepViews:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A weight of `rows` by WIDTH.
-
-    Attributes:
-        kind: "matrix"; with other strides, "transposed" or with "holes"; "conv", channels last; an
-            embedding's "table" with sparse gradients; a "scalar".
-    """
+    """A weight of `rows` by WIDTH."""
 
     rows: int
     dtype: str = "float32"
     frozen: bool = False
-    kind: str = "matrix"
+    kind: str = "matrix"  # or "transposed", "holes", "conv", "scalar", or a sparse "table"
 
 
 @dataclass(frozen=True)
 class Case:
-    """See the module's docstring.
-
-    Attributes:
-        branches: the parameters of each branch's layers, in order; one may be in several.
-        wrapped: by `DistributedDataParallel`, not by a bare `Reducer`.
-        divided: ranks may fail to meet: a group of their own with a short timeout.
-        hook: a name of `HOOKS`.
-        checkpoint: "reentrant" or "not reentrant": each branch is computed again in backward.
-        batch_norm: of the inputs, over the batches of all ranks, between parameters. Below it is a
-            parameter that only ranks use which use branch 0.
-        writes: forward passes write to a parameter, on each rank its "own", or on all "alike".
-        broadcast_buffers: of a bare Reducer.
-        flat: this library's optimizer in place of torch's.
-        fuse_wgrad: the option; layers are `nn.Linear` and `nn.Embedding` in turn.
-        node_shared: the one with a copy for all ranks, which are on one machine.
-        halves: two Reducers, each for every other parameter.
-        large: the library treats these small gradients as it does large ones.
-        autocast: forward passes compute in bfloat16.
-    """
-
     world_size: int
     parameters: tuple[Parameter, ...]
-    branches: tuple[tuple[int, ...], ...]
+    branches: tuple[tuple[int, ...], ...]  # the parameters of each branch's layers, in order
     operations: tuple[Any, ...]
     buffers: bool = False
-    wrapped: bool = False
+    wrapped: bool = False  # by `DistributedDataParallel`, not by a bare `Reducer`
     bucket_cap_mb: float | tuple[float, ...] | None = None
     overlap: bool = True
     gradient_as_bucket_view: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
-    divided: bool = False
-    hook: str | None = None
-    checkpoint: str | None = None
-    batch_norm: bool = False
+    divided: bool = False  # ranks may fail to meet: a group of their own with a short timeout
+    hook: str | None = None  # a name of `HOOKS`
+    checkpoint: str | None = None  # "reentrant" or "not reentrant"
+    batch_norm: bool = False  # of all ranks' inputs; below it is a parameter of branch 0 (`First`)
     optimizer: str = "SGD"
-    flat: bool = False
-    fuse_wgrad: bool = False
+    flat: bool = False  # an optimizer of this library
+    fuse_wgrad: bool = False  # layers are `nn.Linear` and `nn.Embedding` in turn
     node_shared: bool = False
     shared_memory: bool = True
-    straggler_every: int | None = None
-    halves: bool = False
-    large: bool = False
+    halves: bool = False  # two Reducers, each for every other parameter
+    large: bool = False  # small gradients are treated as large ones
     autocast: bool = False
     momentum: float = 0.0
-    writes: str | None = None
+    writes: str | None = None  # in forward: each rank its "own" values, or all "alike"
     broadcast_buffers: bool = False
     seed: int = 0
 
@@ -520,8 +488,6 @@ class Ours(Player):
         for reducer in self.reducers:
             if case.hook is not None:
                 reducer.register_comm_hook(self.group, HOOKS[case.hook])
-            if case.straggler_every is not None:
-                reducer.watch_stragglers(case.straggler_every, lambda report: None)
 
     def make_optimizer(self) -> Any:
         if not self.case.flat:

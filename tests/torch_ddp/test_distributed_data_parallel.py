@@ -130,7 +130,7 @@ def test_another_process_group_and_a_mesh(world):
         assert_grads(model.module, 1.5)
         model.zero_grad()
         model._update_process_group(dist.group.WORLD)
-        assert model.logging_data()["comm_hook"] == str(dist.BuiltinCommHookType.ALLREDUCE)
+        assert model._get_ddp_logging_data()["comm_hook"] == str(dist.BuiltinCommHookType.ALLREDUCE)
     else:
         model = Ours(Terms(1, 2), init_sync=False)
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_what_is_refused(world):
     other = nn.Parameter(torch.zeros(1))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (RuntimeError, "is not needed when a module", of(nn.ReLU())),
-        (RuntimeError, "uninitialized parameters", of(nn.LazyLinear(1))),
+        (ValueError, "parameter weight is lazy", of(nn.LazyLinear(1))),
         (ValueError, "only be None or contain", of(device_ids=[0, 1])),
         (ValueError, "modules on a single GPU, got", of(device_ids=[0])),
         (ValueError, "lazy_bucket_allocation=True is .*saves", of(lazy_bucket_allocation=True)),

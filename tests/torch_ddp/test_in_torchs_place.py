@@ -1,8 +1,6 @@
 """What asks `isinstance(x, torch.nn.parallel.DistributedDataParallel)`, and then takes x for it."""
 
-import inspect
 import tempfile
-from contextlib import suppress
 
 import pytest
 import torch
@@ -21,15 +19,9 @@ from ddp_from_scratch import DistributedDataParallel as Ours
 from tests.support.on_ranks import on
 
 
-def test_nothing_is_inherited_from_torchs_class():
+def test_it_passes_for_torchs_class_and_inherits_nothing_from_it():
     assert issubclass(Ours, Theirs)
-    for name, theirs in vars(Theirs).items():
-        if name.startswith("__") and not hasattr(theirs, "__get__"):
-            continue
-        owner = next(base for base in Ours.__mro__ if name in vars(base))
-        assert owner is not Theirs, name
-        with suppress(AttributeError):
-            assert inspect.getattr_static(Ours, name) is not theirs, name
+    assert Theirs not in Ours.__mro__
 
 
 def sharded(net):

@@ -16,11 +16,15 @@ from tests.support.torch_ddp_suite import PASSED, SKIPPED, names, torch_test
 _MAPPING = "calls the function that maps parameters to the C++ reducer's indices"
 _USED_MAP = "reads the C++ reducer's map of used parameters"
 _WORDS = "wants torch's message word for word, with indices and advice; ours names the parameters"
+_BUFFER_HOOKS = "registers a buffer hook; buffers are sent at the end of backward, not in forward"
 _ERROR_LOG = "wants the error in the C++ logger's record; ours is raised, not recorded"
 
 EXCLUDED = {
     "test_ddp_build_debug_param_to_name_mapping": _MAPPING,
     "test_ddp_build_debug_param_to_name_mapping_requires_grad": _MAPPING,
+    "test_ddp_broadcast_buffer_via_hook": _BUFFER_HOOKS,
+    "test_ddp_buffer_hook_allreduce": _BUFFER_HOOKS,
+    "test_ddp_buffer_hook_allreduce_return_future": _BUFFER_HOOKS,
     "test_ddp_control_flow_different_across_ranks": _USED_MAP,
     "test_ddp_control_flow_same_across_ranks": _USED_MAP,
     "test_ddp_multiple_nested_unused_params_err_ignore_params": _WORDS,
