@@ -1,5 +1,6 @@
 """Private names of torch and Python that the library uses: this version has them all."""
 
+import argparse
 import ast
 import atexit
 import threading
@@ -14,7 +15,7 @@ PACKAGE = Path(ddp_from_scratch.__file__).parent
 
 # Of objects: expressions that this version evaluates, as long as it has the name.
 ATTRIBUTES = [
-    "ignoring.weight._ddp_ignored",
+    *("argparse.ArgumentParser()._option_string_actions", "ignoring.weight._ddp_ignored"),
     "ignoring._ddp_params_and_buffers_to_ignore",
     *(f"torch.Tensor.{name}" for name in ("_backward_hooks", "_nnz", "_use_count")),
     "torch.autograd.profiler.record_function._call_end_callbacks_on_future",
@@ -101,7 +102,7 @@ def test_this_torch_has_them_all():
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         ignoring, ["weight"]
     )
-    scope = {"atexit": atexit, "ignoring": ignoring}
+    scope = {"argparse": argparse, "atexit": atexit, "ignoring": ignoring}
     scope |= {"threading": threading, "torch": torch}
     lost = []
     for name in [*filter(is_private, paths), *ATTRIBUTES]:

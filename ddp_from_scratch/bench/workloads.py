@@ -179,6 +179,12 @@ WORKLOADS = {
         lambda: nn.Sequential(*(_Residual(32, 32) for _ in range(500))),
         lambda: (torch.randn(16, 32), torch.randint(32, (16,))),
     ),
+    # No size is a multiple of a cache line or a SIMD vector.
+    "layers500odd": Workload(
+        "500 layers of 31, 2 MB, batch 16",
+        lambda: nn.Sequential(*(_Residual(31, 31) for _ in range(500))),
+        lambda: (torch.randn(16, 31), torch.randint(31, (16,))),
+    ),
     "gpt2": Workload(  # for a GPU
         "GPT-2, 475 MB, 4 x 512 tokens",
         lambda: Transformer(50257, 1024, width=768, heads=12, depth=12),

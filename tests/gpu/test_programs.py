@@ -245,3 +245,39 @@ def test_random_programs_do_what_one_process_does(sim, count):
     from tests.support.fuzz import check, gpu_cases, run
 
     assert run(lambda case: check(sim, case), gpu_cases(2), count, seed=4)["cases"] >= count
+
+
+# The file and function of the library whose collectives are not awaited; what that breaks.
+NOT_AWAITED = [
+    ("options/sparse.py", "", "sparse"),
+    ("options/power_sgd.py", "", "PowerSGD"),
+    ("options/buffers.py", "", "buffers"),
+    ("sync/sync_batch_norm.py", "", "sync batch norm"),
+    ("core/reducer.py", "_agree_on_order", "copies"),
+    ("options/unused.py", "", "unused"),
+    ("sync/check_sync.py", "", "check sync"),
+    ("sync/broadcast.py", "", "start"),
+]
+
+
+def faults_without_waiting(world, file, function, program):
+    from tests.support.simgpu.nccl import SimWork
+
+    wait = SimWork.wait
+
+    def forgetful(self, timeout=None):
+        frame = sys._getframe()
+        while (frame := frame.f_back) is not None:
+            code = frame.f_code
+            if code.co_filename.endswith(file) and function in code.co_name:
+                return True
+        return wait(self, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SimWork, "wait", forgetful)
+        return train(world, program)[1][0]
+
+
+@pytest.mark.parametrize(("file", "function", "program"), NOT_AWAITED)
+def test_a_collective_that_is_not_awaited_is_found(sim, file, function, program):
+    assert any(sim(faults_without_waiting, file, function, program))

@@ -98,7 +98,7 @@ LOST = "error: rank 3 lost the other ranks: NCCL"
 )
 def test_a_failure_of_nccl_is_the_ranks_own_or_a_lost_peer(monkeypatch, capfd, text, expected):
     monkeypatch.setattr(rank_process.os, "_exit", sys.exit)
-    monkeypatch.setattr(rank_process, "_wait_to_be_stopped", lambda: None)
+    monkeypatch.setattr(rank_process.time, "sleep", lambda seconds: None)
     for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 4}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(SystemExit) as ended:
