@@ -105,7 +105,7 @@ def _join(into: Clock, other: Clock) -> None:
 
 
 def stalls(begin: int) -> int:
-    """How often, from entry `begin` on, a computing stream waits for a collective but the last."""
+    """From `begin` on, how often what computes waits for a collective before the last launch."""
     entries = GUARD.entries()[begin:]
     operations = [(k, what, s) for k, (kind, what, s) in enumerate(entries) if kind == OPERATION]
     last = max((k for k, _, stream in operations if _is_communicator(stream)), default=0)
