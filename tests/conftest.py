@@ -38,8 +38,7 @@ def pytest_runtest_setup() -> None:
 def ranks() -> Iterator[Callable[..., Crew]]:
     """`ranks(backend, world_size)(function, *arguments)` calls it on every rank.
 
-    `ranks(backend, world_size, fresh=True)` starts ranks that end when the next are asked for, for
-    what changes their process for good: another library, or an error that ends a group.
+    With `fresh=True` ranks end when the next are asked for: a test changes their process for good.
     """
     crews: dict[tuple[str, int], Crew] = {}
     own: list[Crew] = []

@@ -84,7 +84,6 @@ def room_of(path: Path) -> str:
 
 
 def rooms(path: Path) -> set[str]:
-    """The modules and folders at the package's top that a file imports."""
     split = [name.split(".") for name in IMPORTED[path]]
     inside = {parts[1] for parts in split if parts[0] == "ddp_from_scratch" and len(parts) > 1}
     return inside & {path.stem for path in PACKAGE.iterdir()}

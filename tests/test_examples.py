@@ -63,7 +63,6 @@ def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
     assert not any(cell.get("outputs") for cell in notebook.cells)
     (starts,) = (cell for cell in notebook.cells if "start_ranks(train" in cell.source)
     notebook.cells.append(nbformat.from_dict(starts))
-    # In a folder of its own, where its files go.
     path = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(path))
     client = nbclient.NotebookClient(

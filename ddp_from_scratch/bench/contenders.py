@@ -20,10 +20,7 @@ from ddp_from_scratch.watch.timeline import Timeline
 
 Group = dist.ProcessGroup | None
 
-# Functions that prepare a model for training, one for each kind of contender ---------------------
-
-# The options of this version of torch. Later versions than 2.11 add the last two of `REFERENCES`,
-# and warn about the old name `broadcast_buffers`.
+# Later versions of torch than 2.11 add options, and warn about the old name `broadcast_buffers`.
 OF_TORCH = set(inspect.signature(DistributedDataParallel).parameters)
 _SYNC_BUFFERS = max({"forward_sync_buffers", "broadcast_buffers"} & OF_TORCH)
 
@@ -123,10 +120,7 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
 
 
 def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepare:
-    """Uses a `Reducer` with these arguments, and this library's optimizer.
-
-    `at_once` calls `backward_and_step()`; `shared` keeps one copy of parameters per machine.
-    """
+    """Uses a `Reducer` and this library's optimizer, `shared` by a machine's ranks or `at_once`."""
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
         broadcast_parameters(model, process_group=group)
@@ -139,8 +133,6 @@ def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepar
 
     return prepare
 
-
-# The rows of the table ---------------------------------------------------------------------------
 
 NO_COMMUNICATION = "no communication"
 TORCH = "torch DDP"
@@ -171,8 +163,7 @@ class Contender:
     name: str
     model: nn.Module  # the user's model, not the wrapper
     step: Callable[[], None]
-    # The parameters before the first step, if known.
-    start: Sequence[torch.Tensor] = field(default=(), repr=False)
+    start: Sequence[torch.Tensor] = field(default=(), repr=False)  # parameters, if known
 
 
 _VIEWS: dict[str, Any] = {"gradient_as_bucket_view": True}
@@ -198,8 +189,7 @@ CONTENDERS = [
     ContenderSpec("Reducer", reducer()),
     ContenderSpec("Reducer, views", reducer(**_VIEWS)),
     ContenderSpec("Reducer, views, timeline", reducer(timeline=True, **_VIEWS), rung=True),
-    # The rows above use torch's optimizer, as torch's DDP does. These use this library's, which may
-    # be faster; a shared one updates only a part. So their times may be below no communication.
+    # These use this library's optimizer; a faster one may bring them below no communication.
     ContenderSpec("ddp.SGD", flat()),
     ContenderSpec("ddp.SGD, one flat bucket", flat(**_FLAT_BUCKET)),
     ContenderSpec("ddp.SGD, fuse_wgrad", flat(fuse_wgrad=True), SHARING),
@@ -215,8 +205,7 @@ def rows(
 ) -> list[ContenderSpec]:
     """Returns the rows of a table: each contender on each of these backends, named after both.
 
-    `chosen` are names in `CONTENDERS`; None means all but rungs. The reference, torch's DDP on gloo
-    (with nccl, on nccl), is always included.
+    `chosen` are names in `CONTENDERS`; None means all but rungs. The reference is always included.
     """
     reference = "nccl" if "nccl" in backends else "gloo"
     found = []
@@ -249,8 +238,7 @@ def contenders(
 ) -> list[Contender]:
     """Makes all contenders, with equal parameters and the same batch on this rank.
 
-    `groups` are process groups of all ranks by backend, beside the job's own. `keep_start` keeps a
-    copy of the initial parameters for `check_equal`.
+    `groups` are beside the job's own, by backend. `keep_start` keeps what `check_equal` needs.
     """
     # Other convolution kernels of a GPU round differently in each run, so contenders would differ.
     torch.backends.cudnn.deterministic = True

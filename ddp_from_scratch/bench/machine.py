@@ -26,8 +26,7 @@ def describe() -> dict[str, Any]:
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *but_results)
     return {
         "processor": _processor(),
-        # Only those that this process may use.
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(os.sched_getaffinity(0)),  # that this process may use
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpu": gpu.product_name(),
         "kernel": platform.release(),
@@ -62,11 +61,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def content_of(title: str, samples: Any, **settings: Any) -> dict[str, Any]:
-    """Returns the content of a file: all samples, and a description of the machine.
-
-    `benchmarks.compare` compares files with equal settings. It expects samples as a list of dicts
-    with `name` and `milliseconds`, from the same rounds.
-    """
+    """Returns what `benchmarks.compare` compares: all samples, the settings, and the machine."""
     return {
         "title": title,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

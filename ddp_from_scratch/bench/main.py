@@ -67,11 +67,7 @@ def main(
     results: Path | None = None,
     draw: Draw | None = None,
 ) -> int:
-    """Runs the program.
-
-    `program` is the name in --help, `results` the default of --results. `draw` draws a job's runs,
-    which are keyed by the way of running.
-    """
+    """Runs the program, named `program` in --help. `draw` draws a job's runs, by their way."""
     options = parse(arguments, program, results)
     if options.job is not None:
         content = measure(Job(**json.loads(options.job)))

@@ -58,8 +58,7 @@ MOST_WALL = 1.3  # wall time of a step as a multiple of its CPU time
 
 def disturbance(alone: Samples | None, ranks: int, cores: int) -> str | None:
     """Describes a sign that something else ran during the steps `alone`; None if there is none."""
-    # A step without communication always computes. Ranks that share cores wait for one another, so
-    # their times do not show other processes.
+    # Such a step always computes. Ranks that share cores wait, too: that shows no other process.
     if alone is None or not alone.cpu_milliseconds or ranks > cores:
         return None
     pairs = zip(alone.milliseconds, alone.cpu_milliseconds, strict=True)

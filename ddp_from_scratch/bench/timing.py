@@ -33,8 +33,7 @@ def interleave(
 ) -> list[Samples]:
     """Times one step of each contender in every round, in a new random order each round.
 
-    Call `warm_up` before. `rounds` is consumed lazily, so it can check the clock (`rounds_for`). It
-    must yield equally many rounds on all ranks.
+    Call `warm_up` before. `rounds` may look at the clock, but must be as many on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
     times: list[list[float]] = [[] for _ in contenders]
@@ -69,10 +68,7 @@ def _seed(turn: int) -> None:
 def rounds_for(
     seconds: float | None, count: int | None, device: torch.device, title: str
 ) -> Iterator[int]:
-    """Yields rounds for `interleave`: `count` of them, or as many as rank 0's clock allows.
-
-    The clock starts with the first round. Rank 0 shows a progress bar.
-    """
+    """Yields `count` rounds, or as many as rank 0's clock allows from the first round on."""
     bar = tqdm(
         total=count or round(seconds or 0.0),
         desc=title,
@@ -105,10 +101,9 @@ def check_ranks(contenders: Sequence[Contender]) -> None:
 def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
     """Raises a RuntimeError if contenders computed different results, so times do not compare.
 
-    Parameters must be bit-identical over ranks, and equal over contenders up to the rounding of
-    sums in another order: they may differ by `tolerance` times the distance that training moved
-    them from their start. Call it after few steps: some kernels of a GPU round differently in each
-    run, and training amplifies that.
+    Parameters must be bit-identical over ranks. Contenders sum in other orders, so theirs may
+    differ by `tolerance` times the distance that training moved them. Call it after few steps: some
+    kernels of a GPU round differently in each run, and training amplifies that.
     """
     check_ranks(contenders)
     first, *others = (c for c in contenders if c.name != NO_COMMUNICATION)
@@ -125,10 +120,7 @@ def check_distance(
     start: Iterable[torch.Tensor],
     tolerance: float = 0.01,
 ) -> None:
-    """Raises a RuntimeError if two models differ by more than `tolerance` of their training.
-
-    The error has their `names`. Both started from the parameters in `start`.
-    """
+    """Raises a RuntimeError if two models differ by more than `tolerance` of their training."""
     others = list(others)
     moved, apart = _distance(others, start), _distance(some, others)
     if not (moved > 0 and apart <= tolerance * moved):  # negated to catch NaN

@@ -22,13 +22,7 @@ from ddp_from_scratch.bench.contenders import (
 )
 from ddp_from_scratch.bench.machine import content_of
 from ddp_from_scratch.bench.samples import disturbance
-from ddp_from_scratch.bench.timing import (
-    check_equal,
-    check_ranks,
-    interleave,
-    rounds_for,
-    warm_up,
-)
+from ddp_from_scratch.bench.timing import check_equal, check_ranks, interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.world import process_group
@@ -54,9 +48,7 @@ class Job:
     rounds: int | None = None  # steps of each contender; replaces `seconds`
     only: str | None = None  # the only row to measure
     way: str = "interleaved"
-    # The backend of the ranks' own group. "" prefers mpi, since ranks of an mpi job can also open
-    # groups of other backends.
-    own: str = ""
+    own: str = ""  # the ranks' own backend; "" prefers mpi, whose ranks can open other groups, too
 
     @property
     def rows(self) -> list[ContenderSpec]:
@@ -116,9 +108,6 @@ def measure(job: Job) -> dict[str, Any] | None:
         return content
 
 
-# Ways to run the ranks ----------------------------------------------------------------------------
-
-
 def default_ranks() -> int:
     """Returns two, or one on a machine with a single GPU."""
     return min(2, gpu.count() or 2)
@@ -127,7 +116,7 @@ def default_ranks() -> int:
 def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
     """Runs `python -m module` on every rank; returns the exit code of the first that failed.
 
-    Every rank gets the backend and the number of ranks as its last options, which override others.
+    Its last options are the backend and the number of ranks, which override others.
     """
     rank = [sys.executable, "-m", module, *map(str, arguments)]
     rank += ["--backend", backend, "--nproc", str(nproc)]
@@ -137,10 +126,7 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
 
 
 def interleaved(job: Job) -> Content:
-    """Runs all contenders in the same processes, taking turns step by step.
-
-    Exits with the code of the first rank that failed, which has reported why.
-    """
+    """Runs all contenders in the same processes, in turn; exits with the code of a failed rank."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         part = Path(folder) / "part.json"
         options = ("--job", json.dumps(asdict(job)), "--into", part)
@@ -165,7 +151,7 @@ def alone(job: Job) -> Content:
     """Runs each contender in its own processes, one after another.
 
     A lone model takes new memory for its gradients from the system in every step. Contenders that
-    take turns reuse each other's freed memory, which hides that cost.
+    take turns reuse each other's, which hides that cost.
     """
     specs = job.rows
     seconds = max(_LEAST_S, job.seconds / len(specs))

@@ -32,11 +32,7 @@ class Workload:
 
 
 def workload(name: str) -> Workload:
-    """Finds a workload: one of `WORKLOADS`, a model of torchvision, or "file.py:function".
-
-    The function returns a module, a batch and, optionally, a loss. Raises a UsageError if there is
-    no such function or model, or if the function returns something else.
-    """
+    """Finds a workload: one of `WORKLOADS`, a model of torchvision, or "file.py:function"."""
     if name in WORKLOADS:
         return WORKLOADS[name]
     file, colon, function = name.rpartition(":")
@@ -149,16 +145,13 @@ def text_batch(count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, 
 
 
 WORKLOADS = {
-    # Much communication for little computation.
-    "mlp": Workload(
+    "mlp": Workload(  # much communication for little computation
         "MLP, 64 MB, batch 16", _mlp, lambda: (torch.randn(16, 1024), torch.randint(1024, (16,)))
     ),
-    # The same communication with more computation to hide it.
-    "mlp64": Workload(
+    "mlp64": Workload(  # the same communication with more computation to hide it
         "MLP, 64 MB, batch 64", _mlp, lambda: (torch.randn(64, 1024), torch.randint(1024, (64,)))
     ),
-    # Small images, so a step takes only a tenth of a second on a CPU.
-    "resnet18": Workload(
+    "resnet18": Workload(  # small images: a step takes only a tenth of a second on a CPU
         "ResNet-18, 45 MB, batch 8 at 64x64",
         lambda: _torchvision().models.resnet18(num_classes=1000),
         lambda: _images(8, 64),
@@ -173,8 +166,7 @@ WORKLOADS = {
         lambda: Transformer(8192, 64, width=384, heads=6, depth=4),
         lambda: text_batch(2, 64, 8192),
     ),
-    # 1000 parameters of at most 4 kB, to show the cost per parameter.
-    "layers500": Workload(
+    "layers500": Workload(  # 1000 parameters of at most 4 kB: shows the cost per parameter
         "500 layers, 2 MB, batch 16",
         lambda: nn.Sequential(*(_Residual(32, 32) for _ in range(500))),
         lambda: (torch.randn(16, 32), torch.randint(32, (16,))),

@@ -29,8 +29,7 @@ from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_
 LOCK_FILE = ".lock"
 FORMAT = "ddp_from_scratch checkpoint"
 VERSION = 1
-# The newest, and one to fall back to if the newest is damaged.
-_KEEP = 2
+_KEEP = 2  # the newest, and one to fall back to if the newest is damaged
 _MARK = b"ddp sha256 "
 _TRAILER = len(_MARK) + 2 * hashlib.sha256().digest_size
 
@@ -52,8 +51,7 @@ def save(folder: Path, state: State) -> Path:
     temporary = final.with_suffix(".tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # A new file, because an existing one may be a symbolic link. It is synced before the
-        # rename, so that a file of that name is never half a checkpoint.
+        # A new file: an existing one may be a link. Synced before its rename, it is never half.
         temporary.unlink(missing_ok=True)
         with temporary.open("x+b") as file:
             torch.save({"format": FORMAT, "version": VERSION} | state, file)
@@ -113,8 +111,7 @@ def _lock(folder: Path) -> TextIO:
 def prepare_folder(folder: Path, *, resume: str | None) -> TextIO:
     """Makes the folder, tests that it is writable, and locks it; returns the file of the lock.
 
-    A UsageError where another run holds it, or where it has the checkpoints of a run that this one
-    does not continue, and would remove.
+    A UsageError where another run holds it, or has left checkpoints that this one would remove.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,8 +138,7 @@ def prepare_folder(folder: Path, *, resume: str | None) -> TextIO:
 def load(path: Path) -> State:
     """Reads a checkpoint to the CPU; unpickles nothing but plain values and tensors.
 
-    A file that the system cannot read, or of a newer version, is another UsageError than an
-    UnreadableError: it may be whole.
+    A file that may be whole (not readable, newer) is a UsageError, but no UnreadableError.
     """
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     try:
@@ -202,8 +198,7 @@ def load_newest(folder: Path) -> tuple[Path, State, list[str]] | None:
         except UnreadableError as error:
             unreadable[path] = str(error)
             continue
-        # As one of the newest two, a damaged file would push out an intact one. Renamed only once
-        # an intact one is found.
+        # Else a damaged file, as one of the newest two, would push out an intact one.
         for damaged in unreadable:
             damaged.rename(damaged.with_suffix(".unreadable"))
         return path, state, list(unreadable.values())

@@ -18,8 +18,6 @@ _OF_TEST = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """An ArgumentParser that raises a mistake as a UsageError of one line."""
-
     def parse_args(self, *given: Any, **options: Any) -> Any:
         found, unknown = self.parse_known_args(*given, **options)
         if unknown:
@@ -37,8 +35,7 @@ class _Parser(argparse.ArgumentParser):
 def make_parser(about: str, program: Sequence[str] = ("run.py",)) -> _Parser:
     """Makes the parser from the fields of `Command` and `Settings`.
 
-    `about` is the program's docstring: a sentence, then examples with run.py. `program` is what
-    follows `python`: a file, or -m and a module.
+    `about` is a docstring: a sentence, then examples with run.py, which `program` replaces.
     """
     about, _, examples = about.partition("\n\n")
     name = Path(program[0]).name

@@ -18,8 +18,7 @@ _HOOKS = {"bf16": comm_hooks.bf16_compress_hook, "fp16": comm_hooks.fp16_compres
 class Compression:
     """Registers the comm hook that `--compress` names; does nothing without the option.
 
-    bf16 and fp16 have no state. PowerSGD's state is the error that each rank feeds back; it travels
-    to and from checkpoints over `group`, which takes CPU tensors.
+    Only PowerSGD has a state, each rank's error; it goes to and from checkpoints over `group`.
     """
 
     def __init__(
@@ -27,8 +26,7 @@ class Compression:
     ) -> None:
         self._reducer, self._group = reducer, group
         self._power_sgd: PowerSGDState | None = None
-        # PowerSGD's state has the loss scale of the last gradients.
-        self._loss_scale = 1.0
+        self._loss_scale = 1.0  # that of PowerSGD's state
         if settings.compress in _HOOKS:
             reducer.register_comm_hook(None, _HOOKS[settings.compress])
         elif settings.compress == "powersgd":

@@ -31,8 +31,7 @@ from ddp_from_scratch.world import World
 def together(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Makes every rank leave the block in the same way. Collective.
 
-    If any rank raises a UsageError inside, the lowest such rank raises its own, and every other
-    rank a PeerError.
+    The lowest rank with a UsageError raises its own, and every other rank then a PeerError.
     """
     mine: UsageError | None = None
     try:
@@ -57,9 +56,6 @@ def of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
     found = [value]
     dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
     return found[0]
-
-
-# The same start on all ranks ----------------------------------------------------------------------
 
 
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
@@ -129,27 +125,22 @@ def open_dataset(
     return data
 
 
-# What all ranks learn after the same step ---------------------------------------------------------
-
-
 class StopSignal:
     """Makes all ranks act on SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the same step.
 
-    A launcher's signal reaches ranks at different steps. So in each step the ranks exchange whether
-    one has arrived: `ask` starts the exchange before the step, `answer` ends it after. Two other
-    numbers travel along. Inside the `with` block a second signal ends the process at once.
+    A signal reaches ranks at different steps, so in each step they exchange whether one has come:
+    `ask` starts the exchange, `answer` ends it after the step. Two other numbers travel along.
+    Inside the `with` block a second signal ends the process at once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._received = 0
-        # The signal's number and `also`, in one all-reduce with MAX.
-        self._flags = torch.zeros(3, dtype=torch.int64)
+        self._flags = torch.zeros(3, dtype=torch.int64)  # the signal's number and `also`
         self._handle: dist.Work | None = None
 
     def __enter__(self) -> "StopSignal":
-        # mpirun forwards SIGUSR1 without killing the ranks soon after, and Slurm is commonly set to
-        # send it before a job's time is up.
+        # SIGUSR1: mpirun forwards it and kills no rank, and Slurm can send it before time is up.
         self._previous = {
             number: signal.signal(number, self._remember)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -170,8 +161,7 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
     def drop(self) -> None:
-        """Drops an exchange that a lost rank has aborted."""
-        # A new tensor: the aborted exchange may still write to the old one.
+        # A new tensor: an exchange that a lost rank has aborted may still write to the old one.
         self._flags, self._handle = torch.zeros_like(self._flags), None
 
     def ask(self, *also: int) -> None:

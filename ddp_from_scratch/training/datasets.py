@@ -36,7 +36,6 @@ class ImageData:
     num_classes: int = NUM_CLASSES
 
     def summary(self) -> str:
-        """Returns one line with a checksum of images and labels."""
         checksum = 0
         for part in (self.train, self.test):
             # Noise has neither: it depends only on the code, which ranks compare, too.
@@ -51,8 +50,7 @@ class ImageData:
 def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
     """Opens a dataset; its images are normalised by a fixed mean and standard deviation.
 
-    `data_dir` has torchvision's layout; digits and fake do not use it. `download` fetches missing
-    files: one rank of a machine calls with True first, then the others with False.
+    `data_dir` has torchvision's layout. One rank of a machine calls first, with `download`.
     """
     if name not in DATASETS:
         raise UsageError(f"unknown dataset {name!r}: expected one of {', '.join(DATASETS)}")
@@ -62,8 +60,6 @@ def load_dataset(name: str, data_dir: Path, download: bool) -> ImageData:
         return ImageData(_Noise(2048), _Noise(512, offset=2048), channels=3, image_size=32)
     return _from_torchvision(name, data_dir.expanduser(), download)
 
-
-# Our own ------------------------------------------------------------------------------------------
 
 DIGITS_DIR = Path(__file__).parent / "data" / "digits"
 _DIGITS_MEAN, _DIGITS_STD = (4.886 / 255,), (6.015 / 255,)  # their pixels are 0 to 16
@@ -116,8 +112,6 @@ def _read_idx(path: Path) -> np.ndarray:
     sizes = np.frombuffer(content, ">u4", count=content[3], offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + sizes.nbytes).reshape(sizes).copy()
 
-
-# torchvision's ------------------------------------------------------------------------------------
 
 # The reader, channels, image size, and the mean and standard deviation of the training pixels.
 _TORCHVISION: dict[str, tuple[str, int, int, tuple[float, ...], tuple[float, ...]]] = {

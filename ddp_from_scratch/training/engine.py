@@ -39,13 +39,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """The state of a training run on this rank, and its position: epoch and step.
-
-    1. Data: this rank's part.
-    2. Model: built in the same way on every rank, then made equal to rank 0's.
-    3. Start: from the beginning, or from a checkpoint.
-    4. Engine: the Reducer, which averages gradients, and the optimizer.
-    """
+    """The state of a training run on this rank, and its position: epoch and step."""
 
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings, self.world = settings, world
@@ -59,21 +53,18 @@ class Engine:
         self.writes = False
         self.epoch = self.step = self.global_step = 0
         with together(self.group):
-            # 1. Data
             self.data = RankData(self.images, settings, world)
-            # 2. Model
+            # Built in the same way on every rank, then made equal to rank 0's.
             self.model = make_model(**self.data.model_spec).to(world.device)
             if settings.sync_batch_norm:
                 convert_sync_batchnorm(self.model)
                 if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
-            # With --elastic this process is alone until phase 3.
+            # With --elastic this process is alone until `_begin`.
             self.membership = Membership(world, settings.virtual_ranks or 1, settings.timeout)
             if not self.membership.elastic:
                 self._open_outputs()
-        # 3. Start
         state, compressed = self._until_met(self._begin)
-        # 4. Engine
         self._make_engine(state)
         # This epoch's sums, as in `_count`: of this rank, or with --elastic of all ranks, since a
         # lost rank cannot be asked for its own.
@@ -176,11 +167,8 @@ class Engine:
             **(late if found.is_late else {}),
         )
 
-    # Ranks that are lost or join ----------------------------------------------------------------
-
     @property
     def _position(self) -> int:
-        """The number of finished steps plus the number of finished epochs."""
         return self.global_step + self.epoch
 
     def _lose(self, error: Exception) -> None:
@@ -191,7 +179,6 @@ class Engine:
         self.membership.lose(error)
 
     def _until_met(self, meet: Callable[[], T]) -> T:
-        """Calls `meet` until no rank is lost during it."""
         while True:
             try:
                 return meet()
@@ -216,8 +203,6 @@ class Engine:
         mine = self._state() | {"rng": [], "totals": self.totals} if is_source else None
         found: checkpoint.State = hand_on(mine, meeting.source)
         return found
-
-    # Checkpoints --------------------------------------------------------------------------------
 
     def _save(self) -> None:
         """Writes a checkpoint if one is asked for. Collective."""

@@ -31,11 +31,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @torch.no_grad()
 def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
-    """Returns the share of correct predictions over all ranks' images. Collective.
-
-    The model stays in evaluation mode. This rank's loader may be empty.
-    """
-    model.eval()
+    """Returns the share of correct predictions over all ranks' images. Collective."""
+    model.eval()  # and stays so
     # One all-reduce at the end, because ranks may have different numbers of batches.
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     for images, labels in loader:

@@ -28,17 +28,14 @@ from ddp_from_scratch.world import World
 class _Sampler(DistributedSampler[int]):
     """A shuffling DistributedSampler whose epochs can start at any batch.
 
-    The permutation of an epoch depends only on the seed and the epoch. It is dealt out like cards,
-    here to 2 ranks in batches of 3:
+    The permutation of a seed and epoch is dealt out like cards, here to 2 ranks in batches of 3:
 
         position            0           1           2       left over
         permutation   | a b c d e f | g h i j k l | m n o p q r | s t
         rank 0          a   c   e     g   i   k     m   o   q
         rank 1            b   d   f     h   j   l     n   p   r
 
-    So step i of an epoch sees the same images on any number of ranks with the same global batch
-    size. The images left over differ from epoch to epoch.
-
+    So step i of an epoch has the same images on any number of ranks with one global batch size.
     With `--virtual-ranks` the images are dealt to virtual ranks, and a rank gets the batches of its
     virtual ranks in turn: in each step `accumulate` of the first, then as many of the next.
     """
@@ -78,11 +75,9 @@ def make_loader(
 ) -> DataLoader[Sample]:
     """Returns the loader of this rank's images; a batch is float32 (N, C, H, W) and int64 (N,).
 
-    To train: shuffled, by `_Sampler`; `len(loader)` counts the batches left in the epoch, and
-    images that do not fill a global batch are left out. To test: every world_size-th image, in
-    order, starting with image `rank`. These parts hold each image once, so sums over ranks are
-    exact. Their lengths differ by up to one image and may be 0, so a rank must not communicate in
-    each batch.
+    To train: shuffled, by `_Sampler`; `len(loader)` counts the batches left in the epoch. To test:
+    every world_size-th image in order, so sums over ranks are exact. A rank may have one less, or
+    none, so it must not communicate in each batch.
     """
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
     sampler: Iterable[int] = range(world.rank, size, world.world_size)
@@ -111,8 +106,7 @@ def make_loader(
         num_workers=workers,
         pin_memory=gpu.is_gpu(world.device),
         # The average weighs all ranks equally, so all need the same number of batches of one size.
-        # Padding, DistributedSampler's default, would count some images twice and end each epoch on
-        # a small batch, on which batch norm may fail.
+        # Padding would count images twice and end on a small batch, where batch norm may fail.
         drop_last=train,
         persistent_workers=workers > 0,
         worker_init_fn=_begin_worker,
@@ -122,8 +116,7 @@ def make_loader(
 
 
 def _start_fork_server(preload: str) -> None:
-    """Starts the process that forks this rank's workers. A no-op if it already runs."""
-    # It imports torch once, not once per worker.
+    """Starts the process that imports torch and forks this rank's workers. Idempotent."""
     forkserver.set_forkserver_preload([preload])
     # The server must ignore these signals, as it already ignores Ctrl-C. A launcher sends them to
     # all processes of a rank, which first finishes its step and saves, while workers end with their

@@ -40,10 +40,7 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
 
 
 def _cnn(channels: int, image_size: int, num_classes: int) -> nn.Sequential:
-    """Two convolutions at full size, then one for each halving down to 4x4 or less.
-
-    It has 38,000 parameters for 8x8 images of one channel, 2.2 million for 224x224 of three.
-    """
+    """Two convolutions at full size, then one for each halving down to 4x4 or less."""
     width, size = 32, image_size
     layers: OrderedDict[str, nn.Module] = OrderedDict(block0=_block(channels, width, stride=1))
     layers["block1"] = _block(width, width, stride=1)
@@ -72,8 +69,7 @@ def _fit_to_images(name: str, channels: int, image_size: int, num_classes: int) 
             if model is None:
                 # vit and maxvit are built for one size and reject a wrong one here.
                 model = _torchvision_model(name, channels, size, num_classes)
-            # A forward pass in train mode on the meta device, which leaves the model's own
-            # parameters, buffers and generators unchanged.
+            # On the meta device: the model's parameters, buffers and generators stay unchanged.
             named = [*model.named_parameters(), *model.named_buffers()]
             shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in named}
             with torch.no_grad(), torch.device("meta"):

@@ -38,8 +38,7 @@ class Report:
             desc=title,
             unit="step",
             leave=False,
-            # On standard error, so that the output can be piped; under mpirun it is a terminal,
-            # too.
+            # On standard error: the output can be piped, and under mpirun it is a terminal, too.
             disable=not (self._verbose and sys.stderr.isatty()),
             dynamic_ncols=True,
         )
@@ -66,9 +65,7 @@ class MetricsWriter:
     """Writes `metrics.jsonl` and TensorBoard events to `log_dir`; does nothing if it is None.
 
     Each line is a JSON object: `{"step": 40, "loss": 0.31, "test_accuracy": 0.97}`. A resumed run
-    appends; if it repeats steps since its checkpoint, the later line holds.
-
-    Raises a UsageError if it cannot write or tensorboard is not installed.
+    appends: the later line of a step holds. A UsageError if it cannot write or lacks tensorboard.
     """
 
     def __init__(self, log_dir: Path | None) -> None:

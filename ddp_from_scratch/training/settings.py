@@ -24,8 +24,7 @@ TIMELINE_STEPS = 5
 MAX_RESTARTS = 3
 # Settings that may differ between ranks: they concern one machine, or the output of rank 0.
 _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
-# Settings whose option switches them off.
-_SWITCHED_OFF = {"overlap", "shared_memory"}
+_SWITCHED_OFF = {"overlap", "shared_memory"}  # settings whose option switches them off
 
 
 def option_of(name: str) -> str:
@@ -247,8 +246,7 @@ class Settings:
                 "size, such as an earlier run's"
             )
         if self.compress == "powersgd":
-            # Set here, not as the field's default, which would also apply without PowerSGD. A
-            # checkpoint then has the rank that was used.
+            # Not the field's default, which would also apply without PowerSGD; checkpoints have it.
             object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
         elif self.powersgd_rank is not None:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
@@ -285,15 +283,11 @@ class Settings:
         return self.global_batch_size // parts
 
     def learning_rate(self, step: int, steps_per_epoch: int, world_size: int) -> float:
-        """Returns the learning rate of optimizer step `step`, counted from 0 over the whole run.
-
-        With `scale_lr` it follows the linear scaling rule and gradual warm-up of Goyal et al.,
-        "Accurate, Large Minibatch SGD" (2017).
-        """
+        """Returns the learning rate of optimizer step `step`, counted from 0 over the whole run."""
         if not self.scale_lr:
             return self.lr
-        # k times the batch takes k times `lr`, in equal increments over the first 5 epochs, or the
-        # first half of a run shorter than 10.
+        # As Goyal et al., "Accurate, Large Minibatch SGD" (2017): k times the batch takes k times
+        # `lr`, in equal increments over 5 epochs, or the first half of a run shorter than 10.
         scale = self.parts(world_size) * self.accumulate
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
@@ -301,8 +295,7 @@ class Settings:
     def to_compare(self) -> dict[str, str]:
         """Returns the options that must be equal on all ranks, with their values."""
         values = vars(self) | {name: not getattr(self, name) for name in _SWITCHED_OFF}
-        # Folders may have other names on other machines, because only rank 0 uses them; but whether
-        # there is one decides what all ranks do.
+        # Only rank 0 uses the folders' names; whether there is one decides what all ranks do.
         if self.resume != "auto":
             values["resume"] = self.resume is not None
         for folder in ("checkpoint_dir", "timeline"):

@@ -43,8 +43,7 @@ class GpuMarks:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Take one moment on both clocks.
-        gpu.synchronize(device)
+        gpu.synchronize(device)  # one moment on both clocks
         self._near, self._its_seconds = self.take(), time.perf_counter()
         self._near.synchronize()
 
@@ -98,7 +97,6 @@ class Recorder(Extension):
         self.note("begin")
 
     def note(self, event: str) -> None:
-        """Takes a mark now, if a step is being recorded."""
         if self.step is not None:
             self.step.events.append((event, self.marks.take()))
             self._in_backward = event in ("backward", "waited")
@@ -188,9 +186,8 @@ class Watched(Protocol):
 class BucketRecorder(Recorder):
     """Also records each gradient and each bucket, in the steps after the first `skip` averages.
 
-    With `bucket_cap_mb="auto"` the count starts after its trials, which are not typical steps. The
-    moments of a bucket are pack, launched, landed, wait, waited, unpack and unpacked. `at_average`
-    is called after each average with the number of averages so far.
+    With `bucket_cap_mb="auto"` the count starts after its trials, which are not typical steps.
+    `at_average` is called after each average with the number of averages so far.
     """
 
     def __init__(self, reducer: Watched, skip: int, at_average: Callable[[int], None]) -> None:
@@ -300,8 +297,7 @@ class _Arrivals:
         self.handles = [p.register_post_accumulate_grad_hook(self._note) for p in trained]
         for handle in self.handles:
             hooks = handle.hooks_dict_ref()
-            # Run before existing hooks, since the Reducer's packs the gradient. `move_to_end` has
-            # no effect: autograd calls hooks in insertion order.
+            # Run before the Reducer's, which packs. `move_to_end` has no effect on autograd.
             for number in [number for number in hooks if number != handle.id]:
                 hooks[number] = hooks.pop(number)
 

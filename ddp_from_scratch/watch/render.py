@@ -9,10 +9,8 @@ from typing import Any
 from ddp_from_scratch.watch.record import BucketTimes, RankTimes, Record, Span, StepTimes
 
 WIDTH = 100
-# Buckets per rank that get a line; a rank may have hundreds.
-MOST = 12
-# Shorter waits, in ms, are not mentioned.
-_LEAST = 0.05
+MOST = 12  # buckets per rank that get a line; a rank may have hundreds
+_LEAST = 0.05  # ms; shorter waits are not mentioned
 
 # By symbol: its meaning, its colour on a terminal, and its name in a picture.
 _KINDS = {
@@ -39,8 +37,6 @@ COLOURS = {
 
 Spans = list[tuple[str, Span]]  # symbols, with begin and end in ms
 Row = tuple[str, Spans]  # a label, and the spans of its line
-
-# Rows of text and pictures ----------------------------------------------------------------------
 
 
 def computed(rank: RankTimes) -> Spans:
@@ -71,9 +67,6 @@ def _rows(record: Record, step: StepTimes) -> Iterator[tuple[RankTimes, BucketTi
 def _size(nbytes: int) -> str:
     mib = nbytes / 2**20
     return f"{mib:.3g} MiB" if mib >= 0.01 else f"{nbytes} B"
-
-
-# Text -------------------------------------------------------------------------------------------
 
 
 def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
@@ -149,9 +142,6 @@ def summary(record: Record, step: StepTimes) -> list[str]:
     return lines
 
 
-# Picture ----------------------------------------------------------------------------------------
-
-
 def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
     """Draws one step of all ranks; without matplotlib, draws nothing and returns False."""
     rows = [
@@ -203,9 +193,6 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
     for path in paths:
         figure.savefig(path, dpi=120)
     return True
-
-
-# Page, trace ------------------------------------------------------------------------------------
 
 
 def as_html(record: Record) -> Iterator[str]:

@@ -19,8 +19,7 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.errors import shortened
 
-# How many times a watch wakes up in `after` seconds.
-_WAKES = 3
+_WAKES = 3  # how many times a watch wakes up in `after` seconds
 # Watches so far, by group. Its ranks make them in the same order, so their store keys match.
 _made: Counter[str] = Counter()
 
@@ -59,9 +58,8 @@ class StallWatch(Extension):
 
     It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
     progress, once. After `after` seconds with a bucket in flight, one rank writes every rank's
-    progress to standard error, once per step.
-
-    The thread ends with the Reducer, of which `progress` is a bound method, or with the group.
+    progress to standard error, once per step. The thread ends with the Reducer, of which `progress`
+    is a bound method, or with the group.
     """
 
     def __init__(
@@ -101,8 +99,7 @@ class StallWatch(Extension):
 
     def _run(self) -> None:
         before = published = None
-        # When the step reached `before`, and the step of the last report.
-        since, reported = 0.0, -1
+        since, reported = 0.0, -1  # when it reached `before`, and the step of the last report
         while not self._stop.wait(self._after / _WAKES) and dist.is_initialized():
             now = self._look()
             if now is None:

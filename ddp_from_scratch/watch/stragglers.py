@@ -58,12 +58,9 @@ class StragglerReport:
 def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> StragglerReport:
     """Finds the rank that the others wait for, from seconds of shape (ranks, steps, `PHASES`).
 
-    All ranks leave an average together, so the rank that then works longest is last, by its extra
-    work; no clocks are compared. A rank without work in some step has run out of data inside
-    `join()`; it is left out, unless that holds for all ranks.
-
-    `last` is the number of averages at the end of the last step. Only the phases `only` are
-    compared, since others contain waits for peers.
+    All ranks leave an average together, so the rank that then works longest is last; no clocks are
+    compared. A rank without work in some step (`join()`) is left out, unless all are. `last` is the
+    number of averages so far. Phases but `only` contain waits for peers.
     """
     present = (seconds[:, :, :-1].sum(2) > 0).all(1)
     ranks = present.nonzero().flatten().tolist() or list(range(len(seconds)))
@@ -135,9 +132,9 @@ def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:
 class StragglerWatch(Recorder):
     """Compares the ranks' steps every `every` averages, and reports the straggler.
 
-    Each rank times the `phases` of its own steps; one more collective then gathers them. If layers
-    communicate (synchronised batch norm), only data and optimizer are compared. `tell` is called
-    with each report on every rank; by default rank 0 prints it to standard error.
+    Each rank times the `phases` of its steps; a collective gathers them. If layers communicate
+    (synchronised batch norm), only data and optimizer are compared. `tell` gets each report on
+    every rank; by default rank 0 prints it to standard error.
     """
 
     def __init__(
@@ -152,8 +149,7 @@ class StragglerWatch(Recorder):
         super().__init__(device)
         self._every, self._device, self._process_group = every, device, process_group
         self._tell = tell
-        # Steps since the last report. The first one begins after the first average.
-        self._steps: list[StepMarks] = []
+        self._steps: list[StepMarks] = []  # since the last report
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         """Ends the step. If a report is due, gathers the steps (collective) and reports."""

@@ -19,11 +19,9 @@ from ddp_from_scratch.watch import render
 from ddp_from_scratch.watch.record import RankTimes, Record, moved, rank_times, step_times
 from ddp_from_scratch.watch.recorder import BucketRecorder, Layout, Watched
 
-# Averages before the first recorded step; the first of them rebuilds the buckets.
-SKIP = 3
+SKIP = 3  # averages before the first recorded step; the first of them rebuilds the buckets
 TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
-# Of the messages that compare clocks.
-_ROUNDS, _TAG = 20, 0
+_ROUNDS, _TAG = 20, 0  # of the messages that compare clocks
 
 
 class Timeline:

@@ -36,9 +36,6 @@ def crew(ranks, request):
     return ranks(backend, int(size))
 
 
-# Random ones, checked against numpy --------------------------------------------------------------
-
-
 # Node leaves messages between two ranks to gloo, which takes no strided tensors.
 BUT_MESSAGES = [kind for kind in soak.KINDS if kind != "ring"]
 
@@ -66,9 +63,6 @@ def test_random_operations_between_machines(world):
         for kind in (GlooTransport, MPITransport):
             patch.setattr(kind, "split_by_machine", lambda t: t.split(t.rank))
         random_operations(world, 100, 3)
-
-
-# All-reduce --------------------------------------------------------------------------------------
 
 
 @at_sizes("node-2", "mpi-3")
@@ -107,7 +101,6 @@ def parts_of_a_window(world):
     tensor = torch.full((2 * ROW,), r + 1.0) if r == 0 else window[: 2 * ROW]
     dist.all_reduce(tensor)
     assert tensor.eq(n * (n + 1) / 2).all()
-    # The same size at different places of the window.
     window.fill_(r + 1)
     part = window[2 * ROW * (r % 2) :][: 2 * ROW]
     dist.all_reduce(part)
@@ -148,9 +141,6 @@ def test_all_reduce(ranks, called, backend):
     ranks(backend, 3)(called)
 
 
-# Meetings ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("crew", ["node-3", slow("mpi-3")], indirect=True)
 @on("crew")
 def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(world):
@@ -189,9 +179,6 @@ def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(world):
         assert came.min() >= number, f"left before rank {number - 1} came"
 
 
-# Everything else ---------------------------------------------------------------------------------
-
-
 @on("node-2")
 def test_gloo_does_everything_else_for_node(world):
     tensor = torch.tensor([world.rank])
@@ -200,9 +187,6 @@ def test_gloo_does_everything_else_for_node(world):
     sparse = torch.sparse_coo_tensor([[world.rank]], [1.0], (2,))
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [1.0, 1.0]
-
-
-# Groups ------------------------------------------------------------------------------------------
 
 
 def a_mesh(world):

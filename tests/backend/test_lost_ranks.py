@@ -89,9 +89,6 @@ def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(world):
     dist.destroy_process_group(group)
 
 
-# An elastic job ----------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def an_elastic_job(folder):
     with pytest.MonkeyPatch.context() as patched:
@@ -111,7 +108,6 @@ def seen(folder, name):
 
 
 def abandoned(world, folder):
-    """Rank 0 leaves while its sum waits for rank 1, which comes later."""
     with an_elastic_job(folder):
         own = dist.new_group()
         group = shared_memory_beside(own)

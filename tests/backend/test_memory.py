@@ -70,9 +70,6 @@ def test_no_memory_or_descriptor_is_left_by_reducers(world):
     assert all(now <= was for now, was in zip(used(), before, strict=True))
 
 
-# Too little of it --------------------------------------------------------------------------------
-
-
 def no_room(*_):
     raise OSError(errno.EMFILE, "Too many open files")
 

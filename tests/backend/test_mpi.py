@@ -1,7 +1,4 @@
-"""What only the mpi backend has: its store, how its jobs end, and messages between two ranks.
-
-Rings of messages are in the random operations.
-"""
+"""What only the mpi backend has: its store, how its jobs end, and messages between two ranks."""
 
 import gc
 import sys
@@ -16,8 +13,6 @@ from tests.support.failing_run import Run
 from tests.support.on_ranks import on
 from tests.support.ranks import mpirun
 from tests.support.tiers import slow
-
-# Groups and jobs ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -110,9 +105,6 @@ def test_how_a_job_ends(ending, tmp_path):
         else:
             assert run.err.count(told) == 1 or not told, run.text
     assert list((tmp_path / "tmp").rglob("ddp-*")) == []
-
-
-# Messages ----------------------------------------------------------------------------------------
 
 
 @on("mpi-2")

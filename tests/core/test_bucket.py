@@ -1,7 +1,4 @@
-"""Where gradients lie, and what a hook sees, with a fake one for the other ranks.
-
-Averages are in tests/core/test_table.py.
-"""
+"""Where gradients lie, and what a hook sees, with a fake one for the other ranks."""
 
 import mmap
 from unittest.mock import Mock

@@ -1,7 +1,6 @@
 """What a bucket sends, on real ranks: ours, and torch's own hooks unchanged.
 
-Rank r contributes n (r + 1), and the average is exact. The factor n, the world size, is there
-because 1/3 is no float: a third of it is exact.
+Rank r contributes n (r + 1) with n the world size: the average is exact, also over 3 ranks.
 """
 
 import copy

@@ -29,8 +29,7 @@ def test_caps():
 
 
 HUGE = (2**50,) * 3
-# Sizes in bytes of gradients of 4-byte elements, a letter of a key for each, the order in which
-# they are ready, the caps, and the members of the buckets.
+# Bytes of each float32 gradient, a letter of its key, the order of readiness, caps, and members.
 LAYOUTS = {
     "keys share no bucket": ((4,) * 4, "fhfh", None, [8], [(0, 2), (1, 3)]),
     "a first bucket for each key": (

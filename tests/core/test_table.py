@@ -1,8 +1,4 @@
-"""Programs, each with every option and on the backends in turn, beside the same in one process.
-
-`fuzz_oracle.py` says what gradients, parameters and buffers must be, or which error must be raised:
-with two ranks to the bit, and where torch's DistributedDataParallel is right, by that, too.
-"""
+"""Programs, each with every option and on the backends in turn, beside `fuzz_oracle.py`."""
 
 import math
 from dataclasses import replace

@@ -10,8 +10,7 @@ import torch
 import ddp_from_scratch as ddp
 from ddp_from_scratch import start_ranks
 
-# Each run trains 8 steps on 8 virtual ranks. `fault(where, step)` is called at several places of a
-# step.
+# Trains 8 steps on 8 virtual ranks; `fault(where, step)` is called at several places of a step.
 PROGRAM = """
 import hashlib, os, signal, sys, time
 from pathlib import Path

@@ -13,8 +13,7 @@ from tests.support.tiers import slow
 def built():
     if build.missing():
         pytest.skip(build.missing())
-    # Before any ranks start, which wait for it. Not in this process: torch's tool imports
-    # setuptools, which warns after distutils.
+    # Before ranks wait for it. Not in this process: setuptools would warn after distutils.
     subprocess.run([sys.executable, "-m", "tests.support.simgpu.build"], check=True)
 
 

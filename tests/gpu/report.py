@@ -15,7 +15,6 @@ def names() -> list[str]:
 
 
 def lines(stats: Mapping[str, Sequence[Any]], gpus: Sequence[str]) -> list[str]:
-    """One that says what has been shown, then the machine and each test."""
     if not gpus:
         return ["nothing is shown about nccl: this machine has no GPU"]
     passed, failed = stats.get("passed", []), [*stats.get("failed", []), *stats.get("error", [])]

@@ -1,6 +1,4 @@
-"""nccl on a GPU: one rank, and two with a GPU each, or with one that they share.
-
-    python -m pytest -m gpu tests/gpu
+"""nccl on a GPU (`pytest -m gpu`): one rank, and two with a GPU each, or with one that they share.
 
 Two ranks on one GPU take turns, so nothing here looks at durations. Where there is no GPU, what
 needs none of its kernels runs on a simulated one.
@@ -65,8 +63,7 @@ def pair(ranks, backend):
 
 
 def network(seed: int = 0, width: int = WIDTH, depth: int = DEPTH) -> nn.Sequential:
-    # Sizes are multiples of 64 elements. Parameters in flat memory are then aligned as those
-    # outside of it are, so that cuBLAS takes the same kernels, which give the same bits.
+    # Multiples of 64 elements: in flat memory and outside cuBLAS has the same kernels and bits.
     torch.manual_seed(seed)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
     return nn.Sequential(*layers).to(DEVICE)

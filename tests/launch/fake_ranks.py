@@ -2,8 +2,7 @@
 
     job.run(Agent(["true"], rank_of, range(1)), "wait 3 | ends 0 KILL") == 137
 
-Before each poll of the agent the next event happens: a method of `Job` with its arguments.
-Between events that `&` joins the agent does not look.
+Before each poll the next event happens, a method of `Job`; `&` joins events between polls.
 """
 
 import signal

@@ -42,8 +42,6 @@ def check(case, job, capfd, agent):
     assert job.signals() == case.signals or not case.signals
 
 
-# All ranks end when one fails ---------------------------------------------------------------------
-
 OTHERS = "all other ranks were stopped"
 KILLED = "rank 1 was killed by SIGKILL"
 SLOWLY = "ignore 012 TERM"
@@ -142,9 +140,6 @@ def test_signals_that_mpirun_gets(name, job, capfd):
     )
 
 
-# The others continue ------------------------------------------------------------------------------
-
-
 def lost(member, how, left, failure, of=3):
     ranks = f"{left} {'rank' if left == 1 else 'ranks'}"
     then = f"starting another (failure {failure} of {of})"
@@ -223,9 +218,6 @@ def test_ranks_of_an_elastic_job(name, job, capfd):
     assert [rank.environ["DDP_MEMBER"] for rank in job.ranks] == [*map(str, range(started))]
 
 
-# Several machines ---------------------------------------------------------------------------------
-
-
 class Link:
     ticket, timeout, job = 7, 40.0, None
     is_closed, silent_since = False, float("inf")
@@ -270,9 +262,6 @@ def test_a_machine_that_is_not_machine_0(name, job, capfd):
     case, link = OBEYING[name], Link(job)
     check(case, job, capfd, NodeAgent(["true"], environment, link))
     assert link.closed_with == (1 if case.code is None else case.code)
-
-
-# Random failures, on a virtual clock ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seeds", [range(40), slow(range(40, 160))], ids=["few", "many"])

@@ -32,11 +32,7 @@ def assert_ends(run):
 
 @pytest.mark.parametrize(
     ("launcher", "failure"),
-    [
-        ("start_ranks", "kill"),
-        slow("mpirun", "raise_in_backward"),
-        slow("torchrun", "kill"),
-    ],
+    [("start_ranks", "kill"), slow("mpirun", "raise_in_backward"), slow("torchrun", "kill")],
 )
 def test_a_rank_that_fails_ends_the_run(launcher, failure):
     # Workers have to notice the end of their rank; of a killed one Python's own tracker complains.

@@ -134,9 +134,6 @@ def test_a_machine_that_is_new(job, capfd):
     assert capfd.readouterr().err == "machine 2 joined\n"
 
 
-# A failure ends all -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def together(monkeypatch):
     return Job(monkeypatch, [1, 1, 1], elastic=False)

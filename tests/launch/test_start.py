@@ -1,7 +1,4 @@
-"""The parent of ranks, with real processes: their places, their signals, and several machines.
-
-What it decides is in `test_decisions.py`, and elastic jobs are in `tests/elastic`.
-"""
+"""The parent of ranks, with real processes: their places, their signals, and several machines."""
 
 import os
 import signal
@@ -56,8 +53,6 @@ def test_a_stopped_process_is_known_by_its_state():
         assert agent._is_stopped(process)
         process.kill()
 
-
-# Several machines: each a parent of its own, on loopback ------------------------------------------
 
 PARENT = """
 import sys

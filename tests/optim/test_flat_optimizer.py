@@ -1,7 +1,4 @@
-"""Flat optimizers beside torch's: the same bits of parameters and state, whatever a program does.
-
-Most of it needs no second rank and runs in a group of one, in this process.
-"""
+"""Flat optimizers beside torch's: the same bits of parameters and state in every program."""
 
 import copy
 import io
@@ -29,10 +26,7 @@ SEVERAL, ALL = 5e-4, float("inf")  # MiB: a few buckets, and one
 
 
 class Net(nn.Module):
-    """Odd sizes, a channels-last weight, a number, nothing, and one of more than a chunk.
-
-    The gradients become ready in another order than that of registration.
-    """
+    """Odd sizes, a channels-last weight, a number, nothing, and more than a chunk; out of order."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         super().__init__()

@@ -28,8 +28,6 @@ def node_shared(kind):
 
 
 class Net(nn.Module):
-    """Odd sizes, two dtypes, a channels-last weight, a branch, and one of more than a chunk."""
-
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)

@@ -50,7 +50,6 @@ def test_a_write_is_named_unless_the_pass_was_broken_off(world):
 
 
 def alike(model, x):
-    """What follows from the parameters alone, the same on every rank."""
     model.linear.weight.clamp_(-0.5, 0.5)
     model.mean.lerp_(model.linear.bias, 0.01)
 

@@ -1,7 +1,4 @@
-"""Sparse gradients: rows that differ in number and place on every rank, averaged exactly.
-
-Rank r's gradients are made of r + 1, so that averages are known. More: tests/core/test_table.py.
-"""
+"""Sparse gradients: other rows on every rank, averaged exactly; rank r's are made of r + 1."""
 
 import torch
 from torch import nn

@@ -1,7 +1,4 @@
-"""`bucket_cap_mb="auto"`: what is tried, what is chosen, and that averages are right meanwhile.
-
-No test measures time: clocks are made up, so that what costs how much is known.
-"""
+"""`bucket_cap_mb="auto"` on made-up clocks: what is tried and chosen, and right averages."""
 
 import copy
 import math

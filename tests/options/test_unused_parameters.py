@@ -1,7 +1,4 @@
-"""Parameters that take no part: what the graph reaches, and what ranks agree on.
-
-Averages are in tests/core/test_table.py.
-"""
+"""Parameters that take no part: what the graph reaches, and what ranks agree on."""
 
 import pytest
 import torch
@@ -116,9 +113,6 @@ def test_a_removed_reducer_ignores_graphs_that_are_alive(world):
     assert sent == [2, 1, 2]  # p1, p0, and who has used what
     assert grads_of(model) == [mean(world), 2 * mean(world)]
     second.remove()
-
-
-# A graph learnt in the first step ----------------------------------------------------------------
 
 
 @on("gloo-2")

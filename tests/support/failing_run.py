@@ -3,8 +3,8 @@
     with Run(sys.executable, "run.py", "--epochs", "1") as run:
         assert run.wait() == 0, run.text
 
-As a program, in place of run.py: `failing_run.py FAILURE ...run.py's arguments`, with FAILURE one
-of the names in `FAILURES`. It happens on the highest rank, in the third step.
+As a program: `failing_run.py FAILURE ...run.py's arguments`, with FAILURE one of `FAILURES`, which
+happens on the highest rank, in the third step.
 """
 
 import os

@@ -55,8 +55,7 @@ SIMULATED = ["legacy", "nccl2"]  # rules by which NCCL waits
 def check(crew: Crew, case: Case) -> Counter[str]:
     """Plays a case on a crew's ranks; what was compared. Raises what is not as in one process.
 
-    On simulated GPUs no operation may come too early either. A real one rounds differently from
-    the process on the CPU, but its bits must be those of torch's class.
+    A real GPU rounds differently from the CPU, but its bits must be those of torch's class.
     """
     oracle = Oracle(case)
     oracle.as_torch &= crew.backend not in SIMULATED

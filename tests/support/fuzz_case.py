@@ -1,8 +1,7 @@
 """A training program as plain data, and what plays it: on real ranks or in one process.
 
-A `Case` is a model, the settings of what averages its gradients, and a list of operations that all
-ranks play alike, except that a forward pass may take other branches on each rank. A `Player` plays
-one rank's part. Everything random (weights, inputs) comes from numbers in the case.
+A `Case` is a model, settings, and operations that all ranks play alike, except that a forward pass
+may take other branches on each. A `Player` is one rank. All that is random comes from the case.
 """
 
 import dataclasses
@@ -428,7 +427,6 @@ class Player:
         self.optimizer.zero_grad()
 
     def input(self, number: int, batch_number: int = 0) -> torch.Tensor:
-        """The batch of an operation."""
         seed = self.case.seed + 100 * number + self.rank + 10 * batch_number
         batch = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))
         return batch.to(self.device)

@@ -45,28 +45,16 @@ NOT_STATIC = "static_graph=True, but .* on rank {rank} "
 
 @dataclass
 class Expected:
-    """Of one operation.
-
-    Attributes:
-        must: the error that a rank must raise; the case ends.
-        may: an error that ranks may raise instead of being right; the case ends then.
-        states: what each rank holds, or None while gradients are under way.
-    """
-
-    must: dict[int, str] = field(default_factory=dict)
-    may: str | None = None
-    states: list[dict[str, list[Any]]] | None = None
+    must: dict[int, str] = field(default_factory=dict)  # by rank, the error that ends the case
+    may: str | None = None  # an error that ranks may raise instead of being right; it ends the case
+    states: list[dict[str, list[Any]]] | None = None  # of each rank; None with gradients under way
 
 
 class Oracle:
-    """Plays a case.
+    """Plays a case: `case` has its operations that make sense, up to an error.
 
-    Attributes:
-        case: with only those operations that make sense where they come, up to an error.
-        expected: one for each of its operations.
-        tolerance: for rounding, beside the largest gradient of any rank before averaging.
-        together: whether an error, if there is one, is all ranks'.
-        as_torch: whether torch's DistributedDataParallel is right in this case.
+    `expected` is of each. `tolerance` is beside the largest gradient of any rank before averaging,
+    `together` whether an error is all ranks', and `as_torch` whether torch's class is right.
     """
 
     def __init__(self, case: Case) -> None:
@@ -258,8 +246,6 @@ class Oracle:
         self._send(last[-1])
         return True
 
-    # Errors -------------------------------------------------------------------------------------
-
     def _changed(self) -> dict[int, str]:
         def changed(player: Player) -> set[int]:
             now = self._trains(player)
@@ -281,8 +267,6 @@ class Oracle:
             if not all(torch.equal(first, other) for _, other in others):
                 return name
         return None
-
-    # Backward -----------------------------------------------------------------------------------
 
     def _backward(self, number: int, op: Backward) -> Expected | None:
         alive = len(self._players[0].graphs)

@@ -50,14 +50,12 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}
 
 
 def links(page: Path) -> list[tuple[str, str]]:
-    """The path and the anchor of every link that stays within the project."""
     targets = re.findall(r"\]\(([^)\s]+)\)", prose(page))
     inside = [target for target in targets if "://" not in target]
     return [(path, anchor) for path, _, anchor in (target.partition("#") for target in inside)]

@@ -1,7 +1,6 @@
 """What a test may not change in the process of a rank, which serves other tests after it.
 
-The number of threads and oneDNN's switch alone change the bits of a convolution: a test that leaves
-one of them changed makes another test fail, an hour later.
+The number of threads or oneDNN's switch alone would change the bits of a later test's convolution.
 """
 
 import gc
@@ -46,8 +45,7 @@ def _state() -> dict[str, Any]:
         "Python threads": sorted(
             thread.name
             for thread in threading.enumerate()
-            # Those of groups are compared above: a group may open another beside it. The others
-            # look from time to time whether they are still needed.
+            # Those of groups are compared above; the others look whether they are still needed.
             if "-group-" not in thread.name
             and thread.name not in ("tqdm_monitor", STALL_WATCH)
             # A thread of torch's that has called back, and is not Python's to end.

@@ -2,10 +2,9 @@
 
     results = ranks("gloo", 2)(average_of, 3.0)      # calls average_of(world, 3.0) on both ranks
 
-A crew of ranks is started once for each backend and world size and serves all tests. Ranks of mpi
-take seconds to start, as each imports torch; all others are forked from one process that has. A
-test that fails on some rank, or does not end in time, fails with every rank's traceback or stack,
-and its crew is replaced.
+A crew of ranks serves all tests of a backend and world size. mpi's import torch; all others are
+forked from one process that has. A test that fails on some rank, or does not end in time, fails
+with every rank's traceback or stack, and its crew is replaced.
 """
 
 import atexit
@@ -164,10 +163,7 @@ MPIRUN = {
 
 
 def on_gpu(rank: int) -> dict[str, str]:
-    """Gives each rank of an nccl group a GPU; with a single one, ranks share it.
-
-    Each is then as on a machine of its own, or NCCL refuses; later versions ask for a setting.
-    """
+    """Gives each rank of nccl a GPU; ranks that share one look to NCCL like several machines'."""
     import torch
 
     count = torch.cuda.device_count()

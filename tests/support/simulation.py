@@ -257,8 +257,6 @@ class Simulation:
             self.wrong.append(f"the job ended with {self.code}")
         return self
 
-    # Tasks ----------------------------------------------------------------------------------------
-
     @property
     def process(self) -> Process:
         return self.running.process
@@ -286,8 +284,6 @@ class Simulation:
             self.running = task
             task.go.release()
             self.baton.acquire()
-
-    # Machines and ranks ---------------------------------------------------------------------------
 
     def start_machine(self, number: int) -> None:
         process = self.agents[number] = Process(self, number)

@@ -1,8 +1,7 @@
 """Random collectives, checked against numpy.
 
-Kinds, shapes, dtypes, reductions, roots, groups and the number of operations under way at once are
-drawn from one seed, the same on all ranks; each rank computes with numpy what it must receive.
-Every few hundred operations one of the groups, which overlap, makes way for another.
+Everything is drawn from one seed, the same on all ranks; each computes with numpy what it must
+receive. Every few hundred operations one of the groups, which overlap, makes way for another.
 """
 
 import random

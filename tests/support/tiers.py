@@ -1,7 +1,6 @@
 """Two tiers of tests: `make test` runs the first, `make test-all` both.
 
-In the second are the tests marked `slow`: those that take long and repeat what a test of the first
-shows, too, and the cases of a test that are only further combinations of the same values.
+The second, marked `slow`, takes long, and repeats or combines what tests of the first show, too.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

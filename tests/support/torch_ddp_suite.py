@@ -2,9 +2,8 @@
 
     torch_test(world, "test_ddp_control_flow_same_across_ranks", ours=True)
 
-runs one of them in the process group that is open, with our class in place of torch's (or with
-torch's own, to see what passes in the same arrangement). Most of these tests ask for GPUs although
-what they test has nothing to do with them: `on_cpu` lets them have the CPU instead.
+runs one in the process group that is open, with our class in place of torch's or with torch's own.
+Most ask for GPUs although what they test needs none: `on_cpu` lets them have the CPU instead.
 """
 
 import ast
@@ -68,7 +67,6 @@ def _constructor(class_: type, **ours: Any) -> Callable[..., None]:
 
 @contextmanager
 def on_cpu(world_size: int) -> Iterator[None]:
-    """As many GPUs as ranks, all of which are the CPU."""
     with ExitStack() as stack:
         for target, name, value in (
             (torch.accelerator, "is_available", lambda: True),
@@ -88,7 +86,6 @@ def on_cpu(world_size: int) -> Iterator[None]:
 
 
 def load() -> Any:
-    """torch's test module; it reads its settings from the environment when it is imported."""
     if MODULE not in sys.modules:
         os.environ.setdefault("BACKEND", "gloo")
         os.environ.setdefault("WORLD_SIZE", str(dist.get_world_size()))
@@ -152,8 +149,7 @@ def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
 
     class Case(suite_of(suite, dist.barrier)):  # type: ignore[misc]
         def _run_uneven_inputs_test(self, test_case: Any, *arguments: Any, **options: Any) -> None:
-            # A step with its images of 1000 x 1000 pixels takes 12 s on one thread, with either
-            # class, and peers wait for 10 of them: longer than any collective of ours may.
+            # Peers would wait for 10 steps of 12 s: longer than any collective of ours may.
             if isinstance(test_case.inp, torch.Tensor) and test_case.inp.dim() == 4:
                 test_case = test_case._replace(inp=test_case.inp[..., :20, :20])
             super()._run_uneven_inputs_test(test_case, *arguments, **options)

@@ -4,12 +4,10 @@
 
 Every rank runs the same tests in the same order in one process, each with a default group of its
 own. Rank r writes `FOLDER/r.jsonl`, a line when a test begins and one when it has ended. A test
-that fails or hangs ends the run, since ranks can no longer be taken to be in step, with the stacks
-of every thread on stderr.
+that fails or hangs ends the run, with the stacks of every thread on stderr.
 
-torch decides when `distributed_test` is imported, by the name in BACKEND, which tests a backend
-gets. A test that it withholds from the name "mpi" for what its own MPI backend cannot do is taken
-from a second import, under the name "gloo"; both then run on this backend.
+torch decides by the name in BACKEND, at the import, which tests a backend gets. What it withholds
+from "mpi" is taken from a second import, under "gloo"; both then run on this backend.
 """
 
 import faulthandler
@@ -38,16 +36,14 @@ from tests.support.torch_ddp_suite import outcome, suite_of
 TEST_LIMIT_S = 30  # for one test; then its stacks are printed and the run ends
 GROUP_TIMEOUT = timedelta(seconds=20)
 
-# What does not apply to this backend, and why. (What torch itself skips comes on top: it needs
-# GPUs or nccl, or another number of ranks, or is known to fail for torch.)
+# What does not apply to this backend, and why; torch itself skips others.
 EXCLUDED = {
     "test_monitored_barrier_gloo_rank_0_timeout": "a limit of 0 s means none to gloo alone; here, "
     "as for nccl's handles, the group's own",
     "test_sparse_all_reduce_sum": "sparse tensors are gloo's and nccl's alone",
 }
 
-# torch skips these without GPUs, on Linux or everywhere, though nothing in them needs a GPU. They
-# are made for 4 ranks.
+# torch skips these without GPUs, though nothing in them needs one. They are made for 4 ranks.
 ON_CPU = [
     "test_broadcast_object_list",
     *(

@@ -1,9 +1,7 @@
 """torch's own tests of DistributedDataParallel, on CPU and gloo, with our class in torch's place.
 
-They are in torch's wheel (`torch.testing._internal.distributed.distributed_test`, which needs
-`expecttest`). All that torch's own class passes in the same arrangement ours passes, too, except
-for those in EXCLUDED. Its own class fails about twenty, which want a GPU or have a mistake in one
-version or another.
+They are in torch's wheel and need `expecttest`. All that torch's own class passes in the same
+arrangement ours passes, too, except for those in EXCLUDED.
 """
 
 from functools import partial

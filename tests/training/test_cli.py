@@ -116,8 +116,7 @@ LONG = {"accumulate": 2, "epochs": 20}
     ("options", "ranks", "rates"),
     [
         ({"scale_lr": False}, 4, {0: 0.1}),
-        # 4 ranks x 2 backward passes: 8 times the batch, so 8 times the rate after 5 epochs of 2
-        # steps. Each of those 10 steps adds (8 - 1) / 10 of 0.1.
+        # 4 ranks x 2 passes: 8 times the rate after 10 steps, each of which adds 0.7 of 0.1.
         (LONG, 4, {0: 0.17, 1: 0.24, 4: 0.45, 9: 0.8, 10: 0.8, 39: 0.8}),
         # A run of 4 epochs warms up for 2 of them: 4 steps from 0.1 to 0.2.
         ({"epochs": 4}, 2, {0: 0.125, 1: 0.15, 2: 0.175, 3: 0.2, 4: 0.2, 5: 0.2}),

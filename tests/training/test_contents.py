@@ -71,7 +71,6 @@ def test_a_checkpoint_with_wrong_contents_is_passed_over(tmp_path):
 
 
 def places(content, prefix=""):
-    """The ways to all values inside, and the values."""
     for key in content if isinstance(content, dict) else range(len(content))[:3]:
         yield f"{prefix}{key}", content[key]
         if isinstance(content[key], dict | list | tuple):

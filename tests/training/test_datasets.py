@@ -103,8 +103,6 @@ def test_a_corrupt_mnist_file(damage, tmp_path):
 
 
 class Response(io.BytesIO):
-    """A server's, of a file with this address."""
-
     length = None
 
     def __init__(self, request):
@@ -117,7 +115,6 @@ class Response(io.BytesIO):
 
 @pytest.fixture
 def site(tmp_path_factory, monkeypatch):
-    """The folder that torchvision's reader downloads an MNIST from."""
     folder = tmp_path_factory.mktemp("site")
     resources = []
     for path in sorted(write_mnist(folder / "plain").iterdir()):

@@ -119,11 +119,8 @@ def test_an_elastic_run_can_be_stopped_and_resumed(who, quiet, tmp_path):
     assert contents(tmp_path / "checkpoints") == quiet
 
 
-# Several machines ---------------------------------------------------------------------------------
-
-# Steps in which ranks wait: until so many of those that train together were not there at the start,
-# or until the test has left a file. A machine's ranks may come one by one. All of them must have
-# come before the next such step, where nobody would let them in.
+# Steps in which ranks wait until so many have joined, or until the test has left a file. All of a
+# machine's ranks, which may come one by one, must be there before the next such step.
 HOLD = """
 from ddp_from_scratch.membership import job_store
 store = job_store()

@@ -17,8 +17,6 @@ from ddp_from_scratch.world import World
 
 
 class Numbers(Dataset):
-    """Item i is (tensor(i), i)."""
-
     def __init__(self, size):
         self.size = size
 
@@ -85,7 +83,6 @@ def test_every_rank_gets_as_many_batches_of_the_same_size(size, world_size, batc
 
 
 def images_of_virtual_ranks(world_size, accumulate):
-    """The image indices of each step's virtual ranks, whoever has them."""
     found = {}
     for rank in range(world_size):
         options = {"batch_size": 3, "virtual_ranks": 4, "accumulate": accumulate}

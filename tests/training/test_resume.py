@@ -113,8 +113,7 @@ def uninterrupted(ranks, tmp_path_factory):
         *(("gloo-2", 0, {}), ("gloo-2", 3, {}), ("mpi-2", 4, {})),
         ("gloo-2", 7, {"sync_batch_norm": True}),
         ("gloo-2", 17, POWERSGD | {"precision": "fp16"}),
-        # With more than two ranks the buckets' layout decides the order of sums, and so the last
-        # bit.
+        # From three ranks on the buckets' layout decides the order of sums, and the last bit.
         ("gloo-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
     ],
 )

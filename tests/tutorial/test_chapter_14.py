@@ -12,7 +12,6 @@ from tests.support.pages import TUTORIAL_PAGES
 from tests.support.ranks import MPIRUN, ROOT
 from tests.tutorial.test_programs import form
 
-CHAPTER = TUTORIAL_PAGES[14].parent
 PAGE = TUTORIAL_PAGES[14].read_text()
 SHOWN = PAGE.split("The first of them prints\n\n```text\n")[1].split("```")[0]
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0"}

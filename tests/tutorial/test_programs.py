@@ -41,7 +41,6 @@ def form(text):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capsys):
-    """Runs a command in this process and an empty folder; returns what it prints."""
     pytest.importorskip("matplotlib")  # without it the programs draw nothing, and say so
 
     def run(command):

@@ -90,7 +90,6 @@ def killed(world, name, rendezvous):
     training.train(steps=1)
 
     def die(gradient):
-        """Ends this process in its last virtual rank, when the first buckets are under way."""
         if training.reducer.sync:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -221,9 +220,6 @@ def test_buckets_smaller_than_the_number_of_ranks_and_complex_ones(world):
             sum((parameter * (1 - 2j) * virtual_rank).sum().real for parameter in model).backward()
     found = [parameter.grad.tolist() for parameter in model]
     assert found == [[], [3.5], [3.5, 3.5], [3.5 + 7j] * 5]
-
-
-# In lock step, for synchronised batch norm --------------------------------------------------------
 
 
 def network():

@@ -45,7 +45,6 @@ def record(late: float = 0.010) -> Record:
 
 
 def with_steps(*lengths: float) -> Record:
-    """The same record with steps of these lengths in ms."""
     (step,) = record().steps
     steps = [
         replace(step, iteration=n, ranks=tuple(replace(r, end=length) for r in step.ranks))

@@ -82,8 +82,6 @@ def test_no_rank_begins_before_all_are_connected(tmp_path):
     assert ddp.start_ranks(partial(connect_late, str(tmp_path)), [3]) == 0
 
 
-# Under launchers ----------------------------------------------------------------------------------
-
 PROGRAM = """
     import atexit
     import glob

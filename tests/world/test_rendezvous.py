@@ -59,9 +59,6 @@ def test_one_machine_opens_no_port_to_others(backend, ranks):
         assert addresses or backend == "mpi"  # gloo does listen: this test can see it
 
 
-# Stores -------------------------------------------------------------------------------------------
-
-
 def test_stores_of_one_machine(environ, tmp_path):
     placement, store = rendezvous.meet(LIMIT)
     assert placement == ALONE
@@ -160,9 +157,6 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ):
     environment.choose_interface(SEVERAL)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"  # and no other whose name begins so
-
-
-# Refused ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import torch
 
 
 def missing() -> str:
-    """What is missing here for it, or nothing."""
     if torch.__version__ < "2.14":
         return "the simulated GPU takes NCCL's place from torch 2.14 on"
     return "" if shutil.which("g++") else "no C++ compiler for the simulated GPU"

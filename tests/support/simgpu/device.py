@@ -1,8 +1,7 @@
 """A simulated GPU: tensors that say `cuda:0` and hold real numbers, computed at once on the CPU.
 
-Each operation is logged with the bytes that it reads and writes, and the stream that is current;
-`guard.cpp` logs the events that order streams, whoever records and awaits them. `trace.py` finds
-what a real GPU could have run in another order.
+Each operation is logged with the bytes that it reads and writes and its stream, and by `guard.cpp`
+the events that order streams. `trace.py` finds what a real GPU could run in another order.
 """
 
 import sys
@@ -229,7 +228,6 @@ _library: torch.library.Library | None = None
 
 @contextmanager
 def on(stream: int, index: int = 0) -> Iterator[None]:
-    """Makes a stream the current one of a device, by its number."""
     before = GUARD.set_current(stream, index)
     try:
         yield

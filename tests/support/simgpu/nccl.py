@@ -47,11 +47,7 @@ class SimWork(dist._Work):
 
 
 class SimNCCL(dist.ProcessGroup):
-    """A group whose collectives run on a stream of their own, in the order of their launch.
-
-    Args:
-        kind: "legacy" or "nccl2".
-    """
+    """A group of `kind` "legacy" or "nccl2", whose collectives run on one stream of their own."""
 
     opened = 0
     supports_splitting = False

@@ -105,11 +105,7 @@ def _join(into: Clock, other: Clock) -> None:
 
 
 def stalls(begin: int) -> int:
-    """How often a stream that computes waits for a collective before the last one is launched.
-
-    Args:
-        begin: the number of the entry of the log that a step begins with.
-    """
+    """From `begin` on, how often what computes waits for a collective before the last launch."""
     entries = GUARD.entries()[begin:]
     operations = [(k, what, s) for k, (kind, what, s) in enumerate(entries) if kind == OPERATION]
     last = max((k for k, _, stream in operations if _is_communicator(stream)), default=0)
