@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.gpu import report
 from tests.support import tiers
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
@@ -113,10 +112,3 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if reasons:
         counts = (f"{count} {reason}" for reason, count in reasons.most_common())
         terminalreporter.write_line(f"skipped: {'; '.join(counts)}")
-    if terminalreporter.config.getoption("markexpr") == "gpu":
-        gpus = report.names()
-        lines = report.lines(terminalreporter.stats, gpus)
-        terminalreporter.write_line(lines[0])
-        if gpus:
-            report.FILE.write_text("\n".join(lines) + "\n")
-            terminalreporter.write_line(f"{report.FILE} has the details: please send it back")
