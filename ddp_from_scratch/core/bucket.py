@@ -28,12 +28,9 @@ class BucketState(Enum):
     FILLING -- launch --> LAUNCHED -- wait --> LANDED -- unpack --> FILLING
     """
 
-    # Gradients are marked ready, and nothing has been sent.
-    FILLING = auto()
-    # The collective owns the buffer: nothing else may read or write it.
-    LAUNCHED = auto()
-    # The buffer holds the average, `.grad` does not yet.
-    LANDED = auto()
+    FILLING = auto()  # gradients are marked ready, and nothing has been sent
+    LAUNCHED = auto()  # the collective owns the buffer: nothing else may read or write it
+    LANDED = auto()  # the buffer holds the average, `.grad` does not yet
 
 
 class Bucket:
@@ -54,9 +51,9 @@ class Bucket:
 
     Args:
         members: indices of the parameters, in the order of their gradients in the buffer.
-        parameters: the parameters themselves, all of one dtype and device.
+        parameters: all of one dtype and device.
         flat: the buffer; None allocates one.
-        strides: the strides of each member's window; None takes the parameters' own.
+        strides: of each member's window; None takes the parameters' own.
         index, is_last: its place in the launch order.
         name, label: for errors, and for torch.profiler.
     """
@@ -96,8 +93,8 @@ class Bucket:
         # True if one call copies all members.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
         self.state = BucketState.FILLING  # only `launch`, `wait` and `unpack` change it
-        # Members that are neither ready nor unused; those without a gradient in this pass, which
-        # contribute the `.grad` that earlier passes left, or zeros.
+        # Members neither ready nor unused; those without a gradient in this pass, which contribute
+        # the `.grad` that earlier passes left, or zeros.
         self.missing, self.unused = set(self.members), set[int]()
         # Members whose gradient autograd has noted without a call of the Reducer.
         self.noted: dict[int, torch.Tensor] = {}
@@ -105,10 +102,8 @@ class Bucket:
         self.op: dist.ReduceOp.RedOpType | None = None
         # Held until the average is there, so that Python need not wrap each `.grad` again.
         self._sources: list[torch.Tensor] = []
-        # Kept between passes, so that compression allocates nothing.
-        self._scratch: torch.Tensor | None = None
-        # None unless LAUNCHED or LANDED.
-        self._future: Future | None = None
+        self._scratch: torch.Tensor | None = None  # kept: compression then allocates nothing
+        self._future: Future | None = None  # None unless LAUNCHED or LANDED
         # Recorded behind the kernels of a comm hook that ran on a side stream.
         self._launched: torch.Event | None = None
 

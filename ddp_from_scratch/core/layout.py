@@ -25,19 +25,13 @@ Caps: TypeAlias = float | Sequence[float] | Literal["auto"] | None
 def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     """Converts `bucket_cap_mb` to caps in bytes; the last one applies to all later buckets.
 
-    Args:
-        bucket_cap_mb: in MiB. 0 gives every gradient its own bucket, `inf` puts all into one. A
-            sequence gives the first bucket's cap, the second's, and so on. None means 1 MiB and
-            then 25 MiB, as in torch's DDP. "auto" begins with these (`options/tuning.py`).
-
-    Raises:
-        ValueError: a cap is negative or not a number, or there is none.
+    0 MiB gives every gradient its own bucket, `inf` puts all into one. A sequence gives the first
+    bucket's cap, the second's, and so on. None means 1 MiB and then 25 MiB, as in torch's DDP;
+    "auto" begins with these. Raises a ValueError if a cap is negative or not a number, or missing.
     """
-    sizes: float | Sequence[float]
-    if bucket_cap_mb is None or bucket_cap_mb == AUTO:
+    sizes = bucket_cap_mb
+    if sizes is None or sizes == AUTO:
         sizes = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
-    else:
-        sizes = bucket_cap_mb
     if isinstance(sizes, str):
         raise ValueError(f'bucket_cap_mb must be a number, numbers or "auto", got {sizes!r}')
     caps = sizes if isinstance(sizes, Sequence) else (sizes,)
@@ -58,8 +52,7 @@ def assign(
         caps: size in bytes at which the first bucket of each key is closed, the second, and so on;
             the last one applies to all later buckets.
 
-    Returns:
-        The members of each bucket, in buffer order. Buckets are in the order in which they fill up.
+    Returns the members of each bucket, in buffer order, in the order in which buckets fill up.
     """
     order = list(order)
     if sorted(order) != list(range(len(gradients))):
