@@ -236,8 +236,8 @@ class Reducer(CoreReducer):
     def keep_bucket_views(self) -> None:
         """Switches to `gradient_as_bucket_view=True`. Idempotent.
 
-        An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while a
-        bucket holds gradients that are not averaged yet.
+        An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while
+        gradients are ready but not averaged.
         """
         self._check_idle("gradients that are under way cannot move into their buckets")
         if self.extension(Views) is None:
@@ -283,9 +283,8 @@ class Reducer(CoreReducer):
     def check_free(self, what: str) -> None:
         """Raises if virtual ranks fix the comm hook; `what` names the feature for the error."""
         if self._virtual_ranks is not None:
-            raise RuntimeError(
-                f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
-            )
+            text = f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
+            raise RuntimeError(text)
 
     def _check_idle(self, text: str) -> None:
         if any(bucket.begun for bucket in self.all_buckets):

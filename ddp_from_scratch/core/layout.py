@@ -29,9 +29,11 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     bucket's cap, the second's, and so on. None means 1 MiB and then 25 MiB, as in torch's DDP;
     "auto" begins with these. Raises a ValueError if a cap is negative or not a number, or missing.
     """
-    sizes = bucket_cap_mb
-    if sizes is None or sizes == AUTO:
+    sizes: float | Sequence[float]
+    if bucket_cap_mb is None or bucket_cap_mb == AUTO:
         sizes = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
+    else:
+        sizes = bucket_cap_mb
     if isinstance(sizes, str):
         raise ValueError(f'bucket_cap_mb must be a number, numbers or "auto", got {sizes!r}')
     caps = sizes if isinstance(sizes, Sequence) else (sizes,)

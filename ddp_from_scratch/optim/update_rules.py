@@ -98,10 +98,8 @@ class SGDRule(UpdateRule):
                 momentum.copy_(gradient)  # undampened
             else:
                 momentum.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
-            if group["nesterov"]:
-                gradient = gradient.add(momentum, alpha=group["momentum"])
-            else:
-                gradient = momentum
+            nesterov = group["nesterov"]
+            gradient = gradient.add(momentum, alpha=group["momentum"]) if nesterov else momentum
         parameter.add_(gradient, alpha=-float(group["lr"]))
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:

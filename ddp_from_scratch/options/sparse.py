@@ -103,8 +103,9 @@ class SparseBucket(Bucket):
                 f"{sparse}: it must be the same kind on all"
             )
         if _DENSE in found:
-            self._average = self._mine[0] if self._mine else torch.zeros_like(self._parameter)
-            dist.all_reduce(self._average, group=self._process_group)
+            total = self._mine[0] if self._mine else torch.zeros_like(self._parameter)
+            dist.all_reduce(total, group=self._process_group)
+            self._average = total
         else:
             self._average = self._sum_rows(rows, max(found, default=1))
         self.state = BucketState.LANDED

@@ -97,8 +97,7 @@ class ViewBucket(Bucket):
                 sources.append(gradient)
                 windows.append(view)
                 if index not in unused:
-                    # Frees the gradient's memory early.
-                    parameter.grad = self._lend(position)
+                    parameter.grad = self._lend(position)  # frees the gradient's memory early
         self._copy_scaled(windows, sources, scale)
         if not (self._together or scale == 1):
             for view in in_place:
@@ -108,8 +107,7 @@ class ViewBucket(Bucket):
         """True, as in most passes, if no gradient is in the bucket but all windows to lend are."""
         if any(map(is_, gradients, repeat(None))):
             return False
-        at = self._addresses
-        lent = [*map(torch.Tensor.data_ptr, self._lent)]
+        at, lent = self._addresses, [*map(torch.Tensor.data_ptr, self._lent)]
         return lent == at and not any(map(eq, map(torch.Tensor.data_ptr, gradients), at))
 
     def unpack(self, used: Collection[int] | None = None) -> None:
@@ -146,14 +144,12 @@ class ViewBucket(Bucket):
                 parameter.grad = self._lend(position)
 
     def _lend(self, position: int) -> torch.Tensor:
-        lent = self._lent[position]
         # The program may have given the lent tensor other memory.
-        if lent.data_ptr() != self._addresses[position]:
+        if self._lent[position].data_ptr() != self._addresses[position]:
             view = self.views[position]
-            lent = self._lent[position] = view.as_strided(
-                view.shape, view.stride(), view.storage_offset()
-            )
-        return lent
+            window = view.as_strided(view.shape, view.stride(), view.storage_offset())
+            self._lent[position] = window
+        return self._lent[position]
 
 
 class Views(Extension):

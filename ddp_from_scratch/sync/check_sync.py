@@ -23,8 +23,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns a 64-bit checksum of each dense tensor, of its bits in logical order.
 
-    A sum of the elements' bits as integers times odd random weights: a change of one element always
-    shows; changes of several cancel out at most about once in 2**32 times.
+    A sum of integers times odd weights: a change of one element always shows; changes of several
+    cancel out at most about once in 2**32 times.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []
@@ -114,8 +114,8 @@ def check_sync(
 class DriftCheck(Extension):
     """Runs `check_sync` in every so many averages of a Reducer, on the result of the last step.
 
-    `after_writes` means that a forward pass has written to parameters, which keeps ranks equal only
-    if the values do not depend on a rank's data. The next average is then checked, too.
+    `after_writes`: a forward pass has written to parameters, perhaps what follows a rank's data.
+    The next average is then checked, too.
     """
 
     def __init__(

@@ -163,12 +163,8 @@ def join(
     """
     joinable = JoinableReducer(reducer)
     reducer.add_extension(joinable)
-    context = Join(
-        [joinable],
-        enable,
-        throw_on_early_termination,
-        divide_by_initial_world_size=divide_by_initial_world_size,
-    )
+    options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+    context = Join([joinable], enable, throw_on_early_termination, **options)
     reducer.set_joining(enable)
     try:
         with context:

@@ -108,8 +108,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if broadcast_buffers is None:
             broadcast_buffers = True
         else:
-            instead = "forward_sync_buffers is for forward passes alone"
-            text = f"broadcast_buffers is deprecated; {instead}"
+            text = (
+                "broadcast_buffers is deprecated; forward_sync_buffers is for forward passes alone"
+            )
             warnings.warn(text, FutureWarning, stacklevel=2)
         self.module = module
         self.process_group = internals.chosen_group(module, process_group, device_mesh)
@@ -151,8 +152,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._comm_hook: tuple[Any, CommHook] | None = None
         self._builtin_hook: str | None = None  # its name in `dist.BuiltinCommHookType`, for logging
         if mixed_precision is not None:
-            dtype = mixed_precision.buffer_dtype
-            internals.cast_buffers(module, dtype, self.parameters_to_ignore)
+            internals.cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
         self.delayed: internals.DelayedReduction | None = None
         if trigger is not None:
             own = [parameter for _, parameter in delayed]
@@ -167,8 +167,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # Removes the hooks when the wrapper is freed, so nothing here may reference the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
         self._joinable = JoinableReducer(self.reducer)
-        if self.mixed_precision is not None:
-            precision = self.mixed_precision
+        if (precision := self.mixed_precision) is not None:
             hook = internals.HOOKS[precision.reduce_dtype or precision.param_dtype]
             if hook is not None:
                 self.reducer.register_comm_hook(self._group, hook)
@@ -248,12 +247,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[Any]:
         """Opens a context like `ddp.join`."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook for a rank without data; called by torch's `Join`."""
@@ -297,10 +292,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        hooks = {
-            "ALLREDUCE": comm_hooks.allreduce_hook,
-            "FP16_COMPRESS": comm_hooks.fp16_compress_hook,
-        }
+        allreduce, fp16 = comm_hooks.allreduce_hook, comm_hooks.fp16_compress_hook
+        hooks = {"ALLREDUCE": allreduce, "FP16_COMPRESS": fp16}
         self.register_comm_hook(self._group, hooks[comm_hook_type.name])
         self._builtin_hook = str(comm_hook_type)
 
@@ -317,11 +310,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.set_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Switches to another process group; a no-op on ranks outside of it.
+        """Switches to another process group of equal ranks; a no-op on ranks outside of it.
 
-        Its ranks must hold the same parameters. A new Reducer rebuilds the buckets with the cap
-        that "auto" has settled on. A comm hook keeps its state; if the state names another group,
-        the program must change it.
+        A new Reducer rebuilds the buckets with the cap that "auto" has settled on. A comm hook
+        keeps its state; if the state names another group, the program must change it.
         """
         if dist.get_rank(new_process_group) < 0:
             return
@@ -348,8 +340,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
-                # torch's mark, since `_get_data_parallel_params` gets no list of names.
-                tensor._ddp_ignored = True
+                tensor._ddp_ignored = True  # torch's mark, for `_get_data_parallel_params`
 
     @staticmethod
     def _get_data_parallel_params(

@@ -46,7 +46,7 @@ def generator_states() -> tuple[Any, ...]:
 
 
 def set_generator_states(states: tuple[Any, ...]) -> None:
-    """Restores the states of all generators."""
+    """Restores what `generator_states` returned."""
     cpu, of_gpu, python, numpy = states
     torch.set_rng_state(cpu)
     if of_gpu is not None:
@@ -233,11 +233,8 @@ def _exchange(
     sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
     received = sent.new_empty(sum(counts), chunk)
     splits = [count * chunk for count in counts], [len(rows) * chunk] * ranks
-    work = of_member(
-        dist.all_to_all_single(
-            received.view(-1), sent.view(-1), *splits, group=group, async_op=True
-        )
-    )
+    into_flat, flat = received.view(-1), sent.view(-1)
+    work = of_member(dist.all_to_all_single(into_flat, flat, *splits, group=group, async_op=True))
 
     def end() -> None:
         wait(work)
