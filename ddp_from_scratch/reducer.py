@@ -189,8 +189,7 @@ class Reducer(CoreReducer):
         )
         several.add(self, memory_of)
 
-    # True if all ranks construct this object together.
-    meets = True
+    meets = True  # all ranks construct this object together
 
     # Inspection ---------------------------------------------------------------------------------
 

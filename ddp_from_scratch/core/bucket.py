@@ -247,8 +247,7 @@ class Bucket:
     @property
     def arrived(self) -> bool:
         """True if this bucket waits for no other rank. Safe to call from any thread."""
-        # Read once, since `unpack` in another thread may set it to None.
-        future = self._future
+        future = self._future  # read once: `unpack` in another thread may set it to None
         return future is None or future.done()
 
     def when_landed(self, callback: Callable[[], None]) -> None:
@@ -266,9 +265,8 @@ class Bucket:
         if isinstance(average, (list, tuple)) and len(average) == 1:
             average = average[0]
         if not isinstance(average, torch.Tensor):
-            raise TypeError(
-                f"the future of a comm hook must give a tensor, got {type(average).__name__}"
-            )
+            kind = type(average).__name__
+            raise TypeError(f"the future of a comm hook must give a tensor, got {kind}")
         # Most hooks average in place. Others return a new tensor, perhaps of another dtype.
         if average.data_ptr() != self.flat.data_ptr() or average.dtype != self.flat.dtype:
             target = self.flat

@@ -36,8 +36,7 @@ class CoreReducer(Extensible):
 
     The Reducer averages the whole `.grad`, including what earlier passes accumulated under
     `no_sync()`. A second pass through one graph adds to an average, and the sum is averaged again.
-    After the first pass the buckets are rebuilt in the order in which rank 0's gradients became
-    ready.
+    After the first pass the buckets are rebuilt in the order of rank 0's gradients.
 
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
@@ -68,22 +67,20 @@ class CoreReducer(Extensible):
         self.rank = dist.get_rank(self.process_group)
         self.names, self.parameters = layout.names, layout.parameters
         self.device, self.caps = self.parameters[0].device, bucket_caps
-        self.sync, self.iteration = True, 0
+        self.sync, self.iteration, self.next_bucket = True, 0, 0
         self.ready_order = None if ready_order is None else list(ready_order)
-        self.keeps_layout = self.may_be_unused = False
+        self.keeps_layout = self.may_be_unused = self.needs_each = False
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         self.pass_number, self.broken_off, self.pass_thread = IDLE, False, -1
-        self.next_bucket = 0
         # Held while buckets change: autograd has a thread for each device, and hooks run in all.
         self.lock = threading.Lock()
-        # This rank's own error. Raised after all averages, for which other ranks wait.
+        # This rank's own error. Raised after all averages, since the other ranks wait for them.
         self._error: RuntimeError | None = None
         self._bucket_type: type[Bucket] = Bucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()
         self.flat_buckets: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, Bucket] = {}
-        self.needs_each = False
         self.hooks: Hooks | None = None
         self._order: Sequence[str] = self.present_order()
         self.make_buckets()
@@ -174,15 +171,13 @@ class CoreReducer(Extensible):
         ):
             self.begin_pass()
         if self.ready_order is None:
-            # A parameter with a second gradient moves to the place of the later one.
-            self._seen.pop(index, None)
+            self._seen.pop(index, None)  # a second gradient moves it to the later place
             self._seen[index] = None
         for is_complete in self.calls["is_complete"]:
             if not is_complete(index):
                 return
         if bucket.state is not BucketState.FILLING:
-            # Raised later: the other ranks still wait for this rank's other buckets.
-            self._error = self._second_gradient(index)
+            self._error = self._second_gradient(index)  # raised when no other rank waits
             return
         if bucket.packs_early:
             self._prepare()
@@ -217,12 +212,11 @@ class CoreReducer(Extensible):
 
     def launch_full_buckets(self, early: bool = False) -> None:
         """Launches buckets up to the first that is not full. `early`: backward still runs."""
-        if early:
-            if not self.overlap:
+        if early and not self.overlap:
+            return
+        for may_launch in self.calls["may_launch"] if early else ():
+            if not may_launch():
                 return
-            for may_launch in self.calls["may_launch"]:
-                if not may_launch():
-                    return
         # By index: readiness differs between ranks, and all must issue the same collectives.
         while self.next_bucket < len(self.all_buckets):
             bucket = self.all_buckets[self.next_bucket]
@@ -243,8 +237,7 @@ class CoreReducer(Extensible):
         own, sender = self.process_group or dist.group.WORLD, self.sender
         for call in self.calls["on_launch"]:
             call(bucket)
-        # The comm hook may raise. Extensions must end what they began in `on_launch` all the same.
-        try:
+        try:  # Extensions must end what they began in `on_launch`, even if the comm hook raises.
             with span(f"{bucket.label}: pack"):
                 if own is None or sender.prepared_for() is not own:
                     self._prepare()

@@ -27,7 +27,7 @@ from ddp_from_scratch.reducer import Reducer
 
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    # For torch.compile, torch wraps methods, which then import torch._dynamo: that takes a second.
+    # torch wraps it for torch.compile, and the wrapper imports torch._dynamo, which takes a second.
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         imported = "torch._dynamo" in sys.modules

@@ -31,7 +31,6 @@ class ReducerStats:
 
     @staticmethod
     def of(reducer: CoreReducer, backend: str) -> "ReducerStats":
-        """Returns the current settings, buckets and their sizes."""
         unused, hooks = reducer.extension(Unused), reducer.extension(BucketHooks)
         sender = reducer.sender
         # A user's comm hook sends through the group that it names, usually the Reducer's, and not

@@ -78,8 +78,7 @@ class Unused(Extension):
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Weak: the hooks on a graph own its record, which disappears with the graph.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        # The record of the last walk, which a static graph reuses.
-        self._last: _Forward | None = None
+        self._last: _Forward | None = None  # the last walk's record, which a static graph reuses
         self._update()
 
     def _update(self) -> None:

@@ -27,8 +27,7 @@ class ViewBucket(Bucket):
         # `module.half()` gives a `.grad` other memory.
         self._lent = self.windows_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
-        # Every pass compares these, so they are cached.
-        self._addresses = [view.data_ptr() for view in self.views]
+        self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
         self._packed: set[int] = set()
         self._scale = 1.0

@@ -76,8 +76,7 @@ _WRITTEN = (
     "gradients that are not averaged"
 )
 
-# (dtype and shape, checksum) of a tensor.
-Mark = tuple[str, int]
+Mark = tuple[str, int]  # (dtype and shape, checksum) of a tensor
 
 
 def check_sync(

@@ -37,8 +37,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         super().__init__()
         self.reducer = reducer
         self.by_initial_world_size = True
-        # The rank whose parameters all ranks got when the last context ended.
-        self.last_rank: int | None = None
+        self.last_rank: int | None = None  # all ranks got its parameters when a context ended
         # The disabled configuration. `end` restores it, since torch's `Join` never does.
         self._outside = self._join_config
         self._averaged = True  # the last step averaged, so buffers are due before the next one

@@ -108,9 +108,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if broadcast_buffers is None:
             broadcast_buffers = True
         else:
-            text = (
-                "broadcast_buffers is deprecated; forward_sync_buffers is for forward passes alone"
-            )
+            instead = "forward_sync_buffers is for forward passes alone"
+            text = f"broadcast_buffers is deprecated; {instead}"
             warnings.warn(text, FutureWarning, stacklevel=2)
         self.module = module
         self.process_group = internals.chosen_group(module, process_group, device_mesh)
@@ -218,8 +217,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._settings["broadcast_buffers"] = value
         self.reducer.set_broadcast_buffers(value)
 
-    # torch's older name.
-    broadcast_buffers = forward_sync_buffers
+    broadcast_buffers = forward_sync_buffers  # torch's older name
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -310,7 +308,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.set_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Switches to another process group of equal ranks; a no-op on ranks outside of it.
+        """Switches to another group, whose ranks hold the same parameters; a no-op outside of it.
 
         A new Reducer rebuilds the buckets with the cap that "auto" has settled on. A comm hook
         keeps its state; if the state names another group, the program must change it.

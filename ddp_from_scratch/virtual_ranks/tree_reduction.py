@@ -116,8 +116,7 @@ class PartialSums(Generic[T]):
         return iter(sorted(self._values.items(), key=lambda item: item[0]))
 
 
-# By parameter index. A missing gradient is zero.
-Gradients = dict[int, torch.Tensor]
+Gradients = dict[int, torch.Tensor]  # by parameter index; a missing gradient is zero
 
 
 def add_gradients(low: Gradients, high: Gradients) -> Gradients:

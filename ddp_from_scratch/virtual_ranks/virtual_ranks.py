@@ -206,9 +206,8 @@ class VirtualRanks(Extension):
     def on_launch(self, bucket: Bucket) -> None:
         # Outside of the last virtual rank, gradients would be lost.
         if self._due != [self.inside]:
-            outside = (
-                "with virtual_ranks=V every backward pass goes into `with reducer.virtual_rank(i)`"
-            )
+            place = "`with reducer.virtual_rank(i)`"
+            outside = f"with virtual_ranks=V every backward pass goes into {place}"
             raise RuntimeError(DIFFERENT_LAYERS if self.in_lock_step else outside)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
