@@ -263,7 +263,7 @@ class Reducer(CoreReducer):
     def watch_stragglers(
         self, every: int, tell: Callable[[StragglerReport], None] | None = None
     ) -> None:
-        """Turns `straggler_every` on; `tell` gets each report on every rank. All must call it."""
+        """Sets `straggler_every`, on every rank. `tell` gets reports; None prints on rank 0."""
         self.add_extension(StragglerWatch(every, self.device, self.process_group, tell))
 
     def prepare_backward(self, outputs: object) -> None:

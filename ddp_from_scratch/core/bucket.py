@@ -59,8 +59,7 @@ class Bucket:
     """
 
     is_sparse = False
-    # True if `pack_one` must be called for each gradient as it arrives.
-    packs_early = False
+    packs_early = False  # True if `pack_one` must be called for each gradient as it arrives
     # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
     keeps_no_graph = ""
 
@@ -78,15 +77,13 @@ class Bucket:
         self.members, self._parameters = tuple(members), list(parameters)
         self.name, self.label = name, label
         self._index, self._is_last = index, is_last
-        # The element at which each member's gradient begins.
         *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
-        self.offsets = tuple(offsets)
+        self.offsets = tuple(offsets)  # the element at which each member's gradient begins
         first = self._parameters[0]
         if flat is None:
             flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self.flat, self._on_gpu = flat, gpu.is_gpu(flat.device)
-        # What the comm hook sends. The hook may replace it; packing always writes to `flat`.
-        self._sent = flat
+        self._sent = flat  # what the comm hook sends, and may replace; `pack` writes to `flat`
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
         self.views = self.windows_of(flat)
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))

@@ -17,9 +17,9 @@ ALIGNMENT = 64
 class Layout:
     """The parameters of a Reducer, and the memory of their buckets.
 
-    `apart` makes, by name, a separate bucket for a parameter. Ranks of `memory_of` may share the
-    memory (None: they do not); construction is then collective. `owner` is the Reducer's name in
-    errors about buckets.
+    `apart` holds, by name, functions that make a separate bucket for a parameter. The ranks of
+    `memory_of`, if given, may share the memory: construction is collective if its backend offers
+    that. `owner` is the Reducer's name in errors about buckets.
     """
 
     def __init__(

@@ -29,9 +29,9 @@ class Hooks:
         step: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         parameters: list[torch.Tensor] = reducer.parameters
-        # An AccumulateGrad node runs on the stream that was current when it was made. Making all
-        # nodes here, and keeping them, has all of them and our hooks run on one stream. So a bucket
-        # is packed after all its gradients, whatever streams forward used. As in torch's DDP.
+        # An AccumulateGrad node runs on the stream that was current when it was made. Made here and
+        # kept, all of them and our hooks run on one stream. So a bucket is packed after all its
+        # gradients, whatever streams forward used. As in torch's DDP.
         self.nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
         # Weak, because the garbage collector cannot see a cycle through a parameter's hooks, and
         # parameters may outlive the module. A WeakMethod would be slow Python code in each hook.

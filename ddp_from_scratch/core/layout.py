@@ -27,7 +27,7 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
 
     0 MiB gives every gradient its own bucket, `inf` puts all into one. A sequence gives the first
     bucket's cap, the second's, and so on. None means 1 MiB and then 25 MiB, as in torch's DDP;
-    "auto" begins with these. Raises a ValueError if a cap is negative or not a number, or missing.
+    "auto" begins with these. Raises a ValueError if a cap is negative or no number, or none given.
     """
     sizes: float | Sequence[float]
     if bucket_cap_mb is None or bucket_cap_mb == AUTO:
@@ -48,13 +48,13 @@ def assign(
 ) -> list[tuple[int, ...]]:
     """Distributes gradients over buckets, in the order in which they become ready.
 
+    Returns the members of each bucket, in buffer order. Buckets come in the order of filling up.
+
     Args:
         gradients: the size in bytes and the key of each; gradients of one key may share a bucket.
         order: every index once, the first ready gradient first.
         caps: size in bytes at which the first bucket of each key is closed, the second, and so on;
             the last one applies to all later buckets.
-
-    Returns the members of each bucket, in buffer order, in the order in which buckets fill up.
     """
     order = list(order)
     if sorted(order) != list(range(len(gradients))):

@@ -31,8 +31,7 @@ class CoreReducer(Extensible):
     - ready: a hook on each parameter marks it ready when its `.grad` is complete.
     - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously.
       Buckets are launched by index, so all ranks issue the same collectives in the same order.
-    - wait and unpack: at the end of backward, for every bucket in order. When `backward()` returns,
-      every `.grad` is the average over ranks.
+    - wait and unpack: at the end of backward, in order. Then every `.grad` is the average.
 
     The Reducer averages the whole `.grad`, including what earlier passes accumulated under
     `no_sync()`. A second pass through one graph adds to an average, and the sum is averaged again.
@@ -41,7 +40,6 @@ class CoreReducer(Extensible):
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
         all_buckets, flat_buckets: in launch order; the second leaves out those that lie apart.
-        keeps_layout: True if the first layout is never replaced.
         pass_number: autograd's number of the current backward pass; IDLE without one.
         broken_off: True if an exception has ended that pass, so autograd never runs its callback.
         needs_each: True if autograd must call for each gradient: a pass may end before all of them.
@@ -78,8 +76,7 @@ class CoreReducer(Extensible):
         self._error: RuntimeError | None = None
         self._bucket_type: type[Bucket] = Bucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
-        self.all_buckets: tuple[Bucket, ...] = ()
-        self.flat_buckets: tuple[Bucket, ...] = ()
+        self.all_buckets = self.flat_buckets = tuple[Bucket, ...]()
         self.bucket_of: dict[int, Bucket] = {}
         self.hooks: Hooks | None = None
         self._order: Sequence[str] = self.present_order()
@@ -131,8 +128,7 @@ class CoreReducer(Extensible):
 
     @staticmethod
     def _ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
-        """Marks parameter `index` ready: its `.grad` is complete. Called by autograd."""
-        # Autograd passes the parameter, and calls even if the gradient is undefined.
+        """Marks parameter `index` ready. Autograd calls, even if the gradient is undefined."""
         self, gradient = me(), parameter.grad
         if self is None or gradient is None:
             return
@@ -300,8 +296,7 @@ class CoreReducer(Extensible):
         if not self.sender.concurrent:
             self.await_hook()
         if self.next_bucket < len(self.all_buckets):
-            # A later pass may bring the missing gradients (a loss in parts, reentrant checkpoints);
-            # otherwise the next forward pass raises.
+            # A later pass may bring the others (a loss in parts); else the next forward raises.
             self.restore_grads()
             self.needs_each = True
             self.layout_changed()

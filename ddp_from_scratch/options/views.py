@@ -29,8 +29,7 @@ class ViewBucket(Bucket):
         self._position = {index: position for position, index in enumerate(self.members)}
         self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
-        self._packed: set[int] = set()
-        self._scale = 1.0
+        self._packed, self._scale = set[int](), 1.0
 
     def claim(self, index: int) -> torch.Tensor | None:
         """Returns the window for a missing gradient; None if the parameter has a `.grad`."""
@@ -112,8 +111,7 @@ class ViewBucket(Bucket):
     def unpack(self, used: Collection[int] | None = None) -> None:
         if self.state is BucketState.LANDED:
             # In most passes `pack` has lent all windows already.
-            gradients = map(gradient_of, self._parameters)
-            there = all(map(is_, gradients, self._lent))
+            there = all(map(is_, map(gradient_of, self._parameters), self._lent))
             there = there and [*map(torch.Tensor.data_ptr, self._lent)] == self._addresses
             for position, (index, parameter, _) in enumerate(() if there else self._rows):
                 if used is None or index in used:

@@ -38,8 +38,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         self.reducer = reducer
         self.by_initial_world_size = True
         self.last_rank: int | None = None  # all ranks got its parameters when a context ended
-        # The disabled configuration. `end` restores it, since torch's `Join` never does.
-        self._outside = self._join_config
+        self._outside = self._join_config  # disabled; `end` restores it, torch's `Join` never does
         self._averaged = True  # the last step averaged, so buffers are due before the next one
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

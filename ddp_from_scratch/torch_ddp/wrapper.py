@@ -147,8 +147,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if forward_sync_buffers is None and not broadcast_buffers:
                 ignore |= {name for name, _ in module.named_buffers()}
             broadcast_parameters(module, 0, self.process_group, ignore)
-        # The hook that the program has registered. A new Reducer gets it, too.
-        self._comm_hook: tuple[Any, CommHook] | None = None
+        self._comm_hook: tuple[Any, CommHook] | None = None  # as registered; a new Reducer gets it
         self._builtin_hook: str | None = None  # its name in `dist.BuiltinCommHookType`, for logging
         if mixed_precision is not None:
             internals.cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
@@ -322,8 +321,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.reducer.bucket_cap_mb is not None:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
             self._settings["overlap"] = self.reducer.overlap
-        # Removes the old Reducer's hooks, so that each gradient is averaged once.
-        self._finalizer()
+        self._finalizer()  # removes the old Reducer's hooks, so each gradient is averaged once
         self._build(WrappedReducer)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
