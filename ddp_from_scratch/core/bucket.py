@@ -15,8 +15,7 @@ from ddp_from_scratch.memory import dense_strides, in_huge_pages
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]
 
-# For `map`, which loops over all gradients in C.
-gradient_of = attrgetter("grad")
+gradient_of = attrgetter("grad")  # for `map`, which loops over all gradients in C
 _strides = torch.Tensor.stride
 # Below this mean size in bytes of a gradient, a call for each costs more than the copy itself.
 _SMALL = 2**15

@@ -114,12 +114,10 @@ class ModuleHook:
         self._reducer, self._phase = reducer, phase
 
     def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
-        # If torch.compile traced this, it would break a compiled model's graph. The check before an
-        # optimizer's step still runs.
+        # Traced, this would break a compiled model's graph. The check before a step still runs.
         if self._reducer is not None and not torch.compiler.is_compiling():
             for call in self._reducer.calls[self._phase]:
                 call(*outputs)
 
     def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        # This Reducer does not average the gradients of a copy.
-        return ModuleHook, ()
+        return ModuleHook, ()  # this Reducer does not average the gradients of a copy

@@ -73,8 +73,7 @@ def assign(
             filled.append(open_members.pop(key))
             open_bytes[key] = 0
             closed[key] = closed.get(key, 0) + 1
-    # A bucket is full when its last member is ready, so sorting by the turns of the last members
-    # gives the order in which buckets fill up.
+    # A bucket is full when its last member is ready: sorts by the turns of the last members.
     turn = {index: position for position, index in enumerate(order)}
     filled.extend(open_members.values())
     filled.sort(key=lambda members: turn[members[-1]])

@@ -89,8 +89,7 @@ class Sender:
         self.hook_now, self.state_now = hook, state
         self.aside = not comm_hooks.is_ours(self.hook)
         self.mean = weight / dist.get_world_size(self.process_group)
-        # With weight 0 the bucket sends zeros, whatever it holds.
-        self.scale = weight or 1.0
+        self.scale = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
         self.op = comm_hooks.reduction(hook, state)
         if self.op == dist.ReduceOp.SUM:
             self.scale *= 1.0 / dist.get_world_size(state)

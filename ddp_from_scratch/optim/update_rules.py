@@ -41,8 +41,7 @@ class UpdateRule(Protocol):
     def update_flat(self, columns: Columns, age: int, group: Group) -> None: ...
 
     def _update_contiguous(self, tensors: Tensors, age: int, group: Group) -> None:
-        # The kernel ignores strides.
-        strides = dense_strides(tensors[0])
+        strides = dense_strides(tensors[0])  # the kernel ignores others
         in_order = all(tensor.stride() == strides for tensor in tensors)
         dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
         self.update_flat([[tensor] for tensor in dense], age, group)

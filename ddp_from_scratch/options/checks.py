@@ -21,8 +21,7 @@ from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gat
 # Mapped over all parameters before every forward pass, so they must not be Python functions.
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 _traits = attrgetter("requires_grad", "dtype", "device")
-# The expensive checks run in each of the first 10 forward passes, then in every tenth.
-_OFTEN = 10
+_OFTEN = 10  # expensive checks run in each of the first 10 forward passes, then in every tenth
 
 
 class Checks(Extension):

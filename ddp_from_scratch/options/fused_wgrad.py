@@ -75,8 +75,7 @@ class FusedWgrad(Extension):
             self._claimed.clear()
 
     def remove(self) -> None:
-        # Graphs that are still alive must get no window.
-        self._of = lambda: None
+        self._of = lambda: None  # graphs that are still alive must get no window
         for layer in self._layers:
             vars(layer).pop("forward", None)
         self._layers.clear()

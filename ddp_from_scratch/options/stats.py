@@ -33,8 +33,7 @@ class ReducerStats:
     def of(reducer: CoreReducer, backend: str) -> "ReducerStats":
         unused, hooks = reducer.extension(Unused), reducer.extension(BucketHooks)
         sender = reducer.sender
-        # A user's comm hook sends through the group that it names, usually the Reducer's, and not
-        # through a group that was opened beside it.
+        # A user's comm hook sends through the group that it names, usually the Reducer's.
         sends = sender.sends() if sender.through_group() else reducer.process_group
         sends = sends or dist.group.WORLD
         shared = isinstance(sends, SharedMemoryGroup) and sends.shares_memory

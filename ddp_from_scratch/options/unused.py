@@ -61,8 +61,7 @@ class Unused(Extension):
         # The first average skips no bucket, since gradients of one rank may predate its Reducer.
         self._has_agreed = False
         self._used: set[int] = set()  # since the last average, including passes under no_sync()
-        # Static graph only: the parameters that some rank used in the first average, and others
-        # used since the last average.
+        # Static graph only: what some rank used in the first average, and what is used beyond that.
         self._used_by_any: set[int] | None = None
         self._unforeseen: set[int] = set()
 

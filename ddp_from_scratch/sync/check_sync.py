@@ -136,8 +136,7 @@ class DriftCheck(Extension):
         self._optimizers[optimizer] = None
 
     def on_set_step(self) -> None:
-        # On ranks that join, no optimizer has stepped yet.
-        self._optimizers.clear()
+        self._optimizers.clear()  # on ranks that join, no optimizer has stepped yet
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         # Every rank takes part in an average, but one rank may run forward or step alone. Ranks

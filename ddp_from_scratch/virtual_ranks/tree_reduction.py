@@ -224,8 +224,7 @@ def _exchange(
     Returns a function that folds this rank's chunk, and gathers all chunks in `rows[0]`.
     """
     into, ranks = rows[0], group.size()
-    # The all-gather needs equal chunks.
-    if padding := -into.numel() % ranks:
+    if padding := -into.numel() % ranks:  # the all-gather needs equal chunks
         rows = [pad(row, (0, padding)) for row in rows]
     chunk = rows[0].numel() // ranks
     # By owner, then in the order of virtual ranks. A single row already has this order.
