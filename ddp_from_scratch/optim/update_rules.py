@@ -41,7 +41,7 @@ class UpdateRule(Protocol):
     def update_flat(self, columns: Columns, age: int, group: Group) -> None: ...
 
     def _update_contiguous(self, tensors: Tensors, age: int, group: Group) -> None:
-        strides = dense_strides(tensors[0])  # the kernel ignores others
+        strides = dense_strides(tensors[0])  # the kernel ignores strides
         in_order = all(tensor.stride() == strides for tensor in tensors)
         dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
         self.update_flat([[tensor] for tensor in dense], age, group)
