@@ -103,16 +103,13 @@ def open_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
 
 
 # Keys are weak, so a gloo group ends with the group that it belongs to.
-_gloo_beside: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = (
-    weakref.WeakKeyDictionary()
-)
+_gloo_beside = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns an unlisted gloo group with the same ranks, opened at the first call. Collective."""
     group = check_group(process_group)
     if group not in _gloo_beside:
-        _gloo_beside[group] = open_gloo(
-            store_beside(group), group.rank(), group.size(), timeout_of(group)
-        )
+        store, timeout = store_beside(group), timeout_of(group)
+        _gloo_beside[group] = open_gloo(store, group.rank(), group.size(), timeout)
     return _gloo_beside[group]

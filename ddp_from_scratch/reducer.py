@@ -177,10 +177,11 @@ class Reducer(CoreReducer):
         memory_of = sender.group() if self.meets and virtual_ranks is None else None
         sparse = sparse_parameters(module)
         apart = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}
+        layout = Layout(parameters, apart, memory_of, several.next_name(memory_of))
         super().__init__(
             module,
             sender,
-            Layout(parameters, apart, memory_of, several.next_name(memory_of)),
+            layout,
             bucket_caps=caps,
             overlap=overlap,
             ready_order=ready_order,
@@ -188,8 +189,7 @@ class Reducer(CoreReducer):
         )
         several.add(self, memory_of)
 
-    # True if all ranks construct this object together.
-    meets = True
+    meets = True  # all ranks construct this object together
 
     # Inspection ---------------------------------------------------------------------------------
 
@@ -222,9 +222,9 @@ class Reducer(CoreReducer):
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
-        If a hook may start a second collective (PowerSGD, or your own hook), only one bucket is in
-        flight at a time. Set `hook.one_collective = True` if your hook starts only one. Raises a
-        RuntimeError while a backward pass is running; see also `BucketTuning.check_hook`.
+        Unless a hook has `hook.one_collective = True`, it may start a second collective, so only
+        one bucket is in flight at a time. Raises a RuntimeError while a backward pass is running;
+        see also `BucketTuning.check_hook`.
         """
         self._check_idle("a comm hook cannot be registered while gradients are under way")
         if (tuning := self.extension(BucketTuning)) is not None:
@@ -235,8 +235,8 @@ class Reducer(CoreReducer):
     def keep_bucket_views(self) -> None:
         """Switches to `gradient_as_bucket_view=True`. Idempotent.
 
-        An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while a
-        bucket holds gradients that are not averaged yet.
+        An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while
+        gradients are ready but not averaged.
         """
         self._check_idle("gradients that are under way cannot move into their buckets")
         if self.extension(Views) is None:
@@ -263,10 +263,7 @@ class Reducer(CoreReducer):
     def watch_stragglers(
         self, every: int, tell: Callable[[StragglerReport], None] | None = None
     ) -> None:
-        """Turns `straggler_every` on, and calls `tell` with each report on every rank.
-
-        Without `tell` rank 0 prints the report. Every rank must call this method.
-        """
+        """Sets `straggler_every`, on every rank. `tell` gets reports; None prints on rank 0."""
         self.add_extension(StragglerWatch(every, self.device, self.process_group, tell))
 
     def prepare_backward(self, outputs: object) -> None:
@@ -285,9 +282,8 @@ class Reducer(CoreReducer):
     def check_free(self, what: str) -> None:
         """Raises if virtual ranks fix the comm hook; `what` names the feature for the error."""
         if self._virtual_ranks is not None:
-            raise RuntimeError(
-                f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
-            )
+            text = f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
+            raise RuntimeError(text)
 
     def _check_idle(self, text: str) -> None:
         if any(bucket.begun for bucket in self.all_buckets):
@@ -311,8 +307,8 @@ class Reducer(CoreReducer):
         """Weights this rank's gradients by `amount` in the next average only. Collective.
 
         Pass the number of samples (or tokens) that this rank's loss is the mean of. The result is
-        then the gradient of the mean over the whole batch. Every rank must call this before its
-        backward pass. A rank with amount 0 also runs backward; its gradients do not matter.
+        then the gradient of the mean over the whole batch. Every rank, also one with amount 0, must
+        call this and then run backward.
 
         Raises:
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
@@ -333,10 +329,9 @@ class Reducer(CoreReducer):
     def agree_weight(self, amount: float) -> GradientWeight:
         """Starts to sum all ranks' amounts. Collective. Raises as `weight`."""
         self.check_free("weight() or join()")
-        on_cpu = takes_cpu_tensors(self.process_group)
-        return GradientWeight(
-            amount, self.sender.group() if on_cpu else gloo_beside(self.process_group)
-        )
+        if takes_cpu_tensors(self.process_group):
+            return GradientWeight(amount, self.sender.group())
+        return GradientWeight(amount, gloo_beside(self.process_group))
 
     def set_joining(self, joining: bool) -> None:
         """Leaves weights and buffers to `join()` while `joining` is True."""
@@ -379,8 +374,8 @@ class Reducer(CoreReducer):
     def set_step(self, step: int, seed: int | None = None) -> None:
         """Makes `step`, counted from 0, the next step. Every rank must call it, between steps.
 
-        The set of ranks may have changed. `seed`, the same on all ranks, seeds the generators; None
-        keeps the seed, which is 0 at first.
+        The set of ranks may have changed. `seed` seeds the generators, the same on all ranks; None
+        keeps the last one, at first 0.
         """
         self._with_virtual_ranks().set_step(step, seed)
         self.iteration = step

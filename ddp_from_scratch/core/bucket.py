@@ -15,8 +15,7 @@ from ddp_from_scratch.memory import dense_strides, in_huge_pages
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]
 
-# For `map`, which loops over all gradients in C.
-gradient_of = attrgetter("grad")
+gradient_of = attrgetter("grad")  # for `map`, which loops over all gradients in C
 _strides = torch.Tensor.stride
 # Below this mean size in bytes of a gradient, a call for each costs more than the copy itself.
 _SMALL = 2**15
@@ -28,12 +27,9 @@ class BucketState(Enum):
     FILLING -- launch --> LAUNCHED -- wait --> LANDED -- unpack --> FILLING
     """
 
-    # Gradients are marked ready, and nothing has been sent.
-    FILLING = auto()
-    # The collective owns the buffer: nothing else may read or write it.
-    LAUNCHED = auto()
-    # The buffer holds the average, `.grad` does not yet.
-    LANDED = auto()
+    FILLING = auto()  # gradients are marked ready, and nothing has been sent
+    LAUNCHED = auto()  # the collective owns the buffer: nothing else may read or write it
+    LANDED = auto()  # the buffer holds the average, `.grad` does not yet
 
 
 class Bucket:
@@ -54,16 +50,15 @@ class Bucket:
 
     Args:
         members: indices of the parameters, in the order of their gradients in the buffer.
-        parameters: the parameters themselves, all of one dtype and device.
+        parameters: all of one dtype and device.
         flat: the buffer; None allocates one.
-        strides: the strides of each member's window; None takes the parameters' own.
+        strides: of each member's window; None takes the parameters' own.
         index, is_last: its place in the launch order.
         name, label: for errors, and for torch.profiler.
     """
 
     is_sparse = False
-    # True if `pack_one` must be called for each gradient as it arrives.
-    packs_early = False
+    packs_early = False  # True if `pack_one` must be called for each gradient as it arrives
     # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
     keeps_no_graph = ""
 
@@ -81,23 +76,21 @@ class Bucket:
         self.members, self._parameters = tuple(members), list(parameters)
         self.name, self.label = name, label
         self._index, self._is_last = index, is_last
-        # The element at which each member's gradient begins.
         *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
-        self.offsets = tuple(offsets)
+        self.offsets = tuple(offsets)  # the element at which each member's gradient begins
         first = self._parameters[0]
         if flat is None:
             flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         self.flat, self._on_gpu = flat, gpu.is_gpu(flat.device)
-        # What the comm hook sends. The hook may replace it; packing always writes to `flat`.
-        self._sent = flat
+        self._sent = flat  # what the comm hook sends, and may replace; `pack` writes to `flat`
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
         self.views = self.windows_of(flat)
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
         # True if one call copies all members.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
         self.state = BucketState.FILLING  # only `launch`, `wait` and `unpack` change it
-        # Members that are neither ready nor unused; those without a gradient in this pass, which
-        # contribute the `.grad` that earlier passes left, or zeros.
+        # Members neither ready nor unused; those without a gradient in this pass, which contribute
+        # the `.grad` that earlier passes left, or zeros.
         self.missing, self.unused = set(self.members), set[int]()
         # Members whose gradient autograd has noted without a call of the Reducer.
         self.noted: dict[int, torch.Tensor] = {}
@@ -105,10 +98,8 @@ class Bucket:
         self.op: dist.ReduceOp.RedOpType | None = None
         # Held until the average is there, so that Python need not wrap each `.grad` again.
         self._sources: list[torch.Tensor] = []
-        # Kept between passes, so that compression allocates nothing.
-        self._scratch: torch.Tensor | None = None
-        # None unless LAUNCHED or LANDED.
-        self._future: Future | None = None
+        self._scratch: torch.Tensor | None = None  # kept: compression then allocates nothing
+        self._future: Future | None = None  # None unless LAUNCHED or LANDED
         # Recorded behind the kernels of a comm hook that ran on a side stream.
         self._launched: torch.Event | None = None
 
@@ -252,8 +243,7 @@ class Bucket:
     @property
     def arrived(self) -> bool:
         """True if this bucket waits for no other rank. Safe to call from any thread."""
-        # Read once, since `unpack` in another thread may set it to None.
-        future = self._future
+        future = self._future  # read once: `unpack` in another thread may set it to None
         return future is None or future.done()
 
     def when_landed(self, callback: Callable[[], None]) -> None:
@@ -271,9 +261,8 @@ class Bucket:
         if isinstance(average, (list, tuple)) and len(average) == 1:
             average = average[0]
         if not isinstance(average, torch.Tensor):
-            raise TypeError(
-                f"the future of a comm hook must give a tensor, got {type(average).__name__}"
-            )
+            kind = type(average).__name__
+            raise TypeError(f"the future of a comm hook must give a tensor, got {kind}")
         # Most hooks average in place. Others return a new tensor, perhaps of another dtype.
         if average.data_ptr() != self.flat.data_ptr() or average.dtype != self.flat.dtype:
             target = self.flat

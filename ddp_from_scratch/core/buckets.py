@@ -10,21 +10,16 @@ from ddp_from_scratch.core.layout import assign
 from ddp_from_scratch.errors import shortened
 from ddp_from_scratch.memory import dense_strides, zeros
 
-# Each bucket begins at a multiple of this many elements, so on a cache line and aligned for the
-# vector units of every CPU.
+# Elements. Buckets begin at multiples of it: cache lines, aligned for every CPU's vector units.
 ALIGNMENT = 64
 
 
 class Layout:
     """The parameters of a Reducer, and the memory of their buckets.
 
-    Construction is collective if the backend of `memory_of` offers memory that ranks share.
-
-    Args:
-        parameters: by name.
-        apart: by name, a function that makes a separate bucket for the parameter.
-        memory_of: the group whose ranks may share memory; None allocates ordinary memory.
-        owner: the Reducer's name in errors about buckets.
+    `apart` holds, by name, functions that make a separate bucket for a parameter. The ranks of
+    `memory_of`, if given, may share the memory: construction is collective if its backend offers
+    that. `owner` is the Reducer's name in errors about buckets.
     """
 
     def __init__(
@@ -81,7 +76,6 @@ class Layout:
             buckets.append(kind(members, parameters, buffer, strides, index, is_last, name, label))
         apart = []
         for index, (member,) in enumerate(plan[len(flat) :], len(flat)):
-            name = self.names[member]
-            make = self._apart[name]
-            apart.append(make(member, self.parameters[member], index, process_group, name))
+            name, parameter = self.names[member], self.parameters[member]
+            apart.append(self._apart[name](member, parameter, index, process_group, name))
         return buckets, apart

@@ -99,7 +99,6 @@ class _OnGPU(Future):
         return [self._tensor]
 
     def then(self, callback: Callable[[Any], Any]) -> Future:
-        # At once, on a stream that waits for the collective. From torch 2.15 on, `get_future` makes
-        # the current stream wait for it, too.
+        # On a second stream: from torch 2.15 on, `get_future` makes the current stream wait.
         with gpu.aside(self._tensor.device):
             return self._work.get_future().then(callback)

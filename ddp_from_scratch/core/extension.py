@@ -97,14 +97,11 @@ Kind = TypeVar("Kind", bound=Extension)
 
 
 class Extensible:
-    """Calls extensions, in the order in which they were added.
-
-    Attributes:
-        calls: by phase, the methods that extensions override.
-    """
+    """Calls extensions, in the order in which they were added."""
 
     def __init__(self) -> None:
         self.extensions: list[Extension] = []
+        # By phase, the methods that extensions override.
         self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
 
     def add_extension(self, extension: Extension, first: bool = False) -> None:

@@ -25,13 +25,9 @@ Caps: TypeAlias = float | Sequence[float] | Literal["auto"] | None
 def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     """Converts `bucket_cap_mb` to caps in bytes; the last one applies to all later buckets.
 
-    Args:
-        bucket_cap_mb: in MiB. 0 gives every gradient its own bucket, `inf` puts all into one. A
-            sequence gives the first bucket's cap, the second's, and so on. None means 1 MiB and
-            then 25 MiB, as in torch's DDP. "auto" begins with these (`options/tuning.py`).
-
-    Raises:
-        ValueError: a cap is negative or not a number, or there is none.
+    0 MiB gives every gradient its own bucket, `inf` puts all into one. A sequence gives the first
+    bucket's cap, the second's, and so on. None means 1 MiB and then 25 MiB, as in torch's DDP;
+    "auto" begins with these. Raises a ValueError if a cap is negative or no number, or none given.
     """
     sizes: float | Sequence[float]
     if bucket_cap_mb is None or bucket_cap_mb == AUTO:
@@ -52,14 +48,13 @@ def assign(
 ) -> list[tuple[int, ...]]:
     """Distributes gradients over buckets, in the order in which they become ready.
 
+    Returns the members of each bucket, in buffer order. Buckets come in the order of filling up.
+
     Args:
         gradients: the size in bytes and the key of each; gradients of one key may share a bucket.
         order: every index once, the first ready gradient first.
         caps: size in bytes at which the first bucket of each key is closed, the second, and so on;
             the last one applies to all later buckets.
-
-    Returns:
-        The members of each bucket, in buffer order. Buckets are in the order in which they fill up.
     """
     order = list(order)
     if sorted(order) != list(range(len(gradients))):
@@ -78,8 +73,7 @@ def assign(
             filled.append(open_members.pop(key))
             open_bytes[key] = 0
             closed[key] = closed.get(key, 0) + 1
-    # A bucket is full when its last member is ready, so sorting by the turns of the last members
-    # gives the order in which buckets fill up.
+    # A bucket is full when its last member is ready: sorts by the turns of the last members.
     turn = {index: position for position, index in enumerate(order)}
     filled.extend(open_members.values())
     filled.sort(key=lambda members: turn[members[-1]])

@@ -28,36 +28,21 @@ class CoreReducer(Extensible):
 
     The phases of one backward pass:
 
-    - ready: a hook on each parameter runs when its `.grad` is complete, and marks it ready.
-    - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously,
-      once every earlier bucket has been launched. Every rank launches by index and not by
-      readiness, so all ranks issue the same collectives in the same order.
-    - wait and unpack: at the end of backward, for every bucket in order. When `backward()` returns,
-      every `.grad` is the average over ranks.
+    - ready: a hook on each parameter marks it ready when its `.grad` is complete.
+    - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously.
+      Buckets are launched by index, so all ranks issue the same collectives in the same order.
+    - wait and unpack: at the end of backward, in order. Then every `.grad` is the average.
 
     The Reducer averages the whole `.grad`, including what earlier passes accumulated under
     `no_sync()`. A second pass through one graph adds to an average, and the sum is averaged again.
-    After the first pass the buckets are rebuilt in the order in which rank 0's gradients became
-    ready.
-
-    Args:
-        module: its forward passes call extensions.
-        layout: the parameters to average, and their memory.
-        bucket_caps: see `layout.assign`.
-        overlap, ready_order: see `Reducer`.
-        extensions: added in this order.
+    After the first pass the buckets are rebuilt in the order of rank 0's gradients.
 
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
-        caps, overlap, sender: settings of the next average.
         all_buckets, flat_buckets: in launch order; the second leaves out those that lie apart.
-        ready_order: the names of the parameters in the order of the final layout; None before it.
-        keeps_layout: True if the first layout is never replaced.
         pass_number: autograd's number of the current backward pass; IDLE without one.
         broken_off: True if an exception has ended that pass, so autograd never runs its callback.
-        lock: held while the buckets change.
-        needs_each: True if autograd must call for each gradient, since a pass may end before all
-            gradients are there (`options/bucket_hooks.py`).
+        needs_each: True if autograd must call for each gradient: a pass may end before all of them.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -80,34 +65,25 @@ class CoreReducer(Extensible):
         self.rank = dist.get_rank(self.process_group)
         self.names, self.parameters = layout.names, layout.parameters
         self.device, self.caps = self.parameters[0].device, bucket_caps
-        self.sync, self.iteration = True, 0
+        self.sync, self.iteration, self.next_bucket = True, 0, 0
         self.ready_order = None if ready_order is None else list(ready_order)
-        self.keeps_layout = self.may_be_unused = False
+        self.keeps_layout = self.may_be_unused = self.needs_each = False
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         self.pass_number, self.broken_off, self.pass_thread = IDLE, False, -1
-        self.next_bucket = 0
-        # Autograd has a thread for each device, and hooks run in all of them.
+        # Held while buckets change: autograd has a thread for each device, and hooks run in all.
         self.lock = threading.Lock()
-        # An error on this rank alone. Raised after all buckets have been averaged, because the
-        # other ranks wait for this one until then.
+        # This rank's own error. Raised after all averages, since the other ranks wait for them.
         self._error: RuntimeError | None = None
-
         self._bucket_type: type[Bucket] = Bucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
-        self.all_buckets: tuple[Bucket, ...] = ()
-        self.flat_buckets: tuple[Bucket, ...] = ()
+        self.all_buckets = self.flat_buckets = tuple[Bucket, ...]()
         self.bucket_of: dict[int, Bucket] = {}
-        self.needs_each = False
         self.hooks: Hooks | None = None
         self._order: Sequence[str] = self.present_order()
         self.make_buckets()
         for extension in extensions:
             self.add_extension(extension)
         self.hooks = Hooks(self, self._ready, self._before_step)
-        # These hooks keep the Reducer alive as long as its module.
-        before, after = ModuleHook(self, "on_forward"), ModuleHook(self, "on_forwarded")
-        self.hooks.handles.append(module.register_forward_pre_hook(before))
-        self.hooks.handles.append(module.register_forward_hook(after))
         self.layout_changed()
 
     # Layout -------------------------------------------------------------------------------------
@@ -128,13 +104,11 @@ class CoreReducer(Extensible):
 
     def make_buckets(self, kind: type[Bucket] | None = None) -> None:
         """Makes buckets for the current order, and moves gradients from the old ones."""
-        self._bucket_type = kind or self._bucket_type
+        self._bucket_type = kind = kind or self._bucket_type
         saved: dict[int, torch.Tensor] = {}
         for bucket in self.flat_buckets:
             saved |= bucket.saved()
-        flat, apart = self.layout.make(
-            self._order, self.caps, self._bucket_type, self.process_group
-        )
+        flat, apart = self.layout.make(self._order, self.caps, kind, self.process_group)
         for bucket in flat:
             bucket.load(saved)
         self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
@@ -154,8 +128,7 @@ class CoreReducer(Extensible):
 
     @staticmethod
     def _ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
-        """Marks parameter `index` ready: its `.grad` is complete. Called by autograd."""
-        # Autograd passes the parameter, and calls even if the gradient is undefined.
+        """Marks parameter `index` ready. Autograd calls, even if the gradient is undefined."""
         self, gradient = me(), parameter.grad
         if self is None or gradient is None:
             return
@@ -194,15 +167,13 @@ class CoreReducer(Extensible):
         ):
             self.begin_pass()
         if self.ready_order is None:
-            # A parameter with a second gradient moves to the place of the later one.
-            self._seen.pop(index, None)
+            self._seen.pop(index, None)  # a second gradient moves it to the later place
             self._seen[index] = None
         for is_complete in self.calls["is_complete"]:
             if not is_complete(index):
                 return
         if bucket.state is not BucketState.FILLING:
-            # Raised later: the other ranks still wait for this rank's other buckets.
-            self._error = self._second_gradient(index)
+            self._error = self._second_gradient(index)  # raised when no other rank waits
             return
         if bucket.packs_early:
             self._prepare()
@@ -216,9 +187,7 @@ class CoreReducer(Extensible):
         """Begins the pass that autograd is executing, and has autograd call at its end."""
         self.pass_number, self.broken_off = current_pass(), False
         self.pass_thread = threading.get_ident()
-        end: Callable[[], None] = self.end_pass
-        if self.calls["on_break"]:
-            end = EndOfPass(self)
+        end: Callable[[], None] = EndOfPass(self) if self.calls["on_break"] else self.end_pass
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def is_in_pass(self) -> bool:
@@ -233,20 +202,17 @@ class CoreReducer(Extensible):
     def missing(self) -> list[str]:
         """Returns the names of the parameters that have no gradient yet."""
         self.count_noted()
-        return [
-            self.names[index] for bucket in self.all_buckets for index in sorted(bucket.missing)
-        ]
+        return [self.names[i] for bucket in self.all_buckets for i in sorted(bucket.missing)]
 
     # Pack, launch -------------------------------------------------------------------------------
 
     def launch_full_buckets(self, early: bool = False) -> None:
         """Launches buckets up to the first that is not full. `early`: backward still runs."""
-        if early:
-            if not self.overlap:
+        if early and not self.overlap:
+            return
+        for may_launch in self.calls["may_launch"] if early else ():
+            if not may_launch():
                 return
-            for may_launch in self.calls["may_launch"]:
-                if not may_launch():
-                    return
         # By index: readiness differs between ranks, and all must issue the same collectives.
         while self.next_bucket < len(self.all_buckets):
             bucket = self.all_buckets[self.next_bucket]
@@ -267,8 +233,7 @@ class CoreReducer(Extensible):
         own, sender = self.process_group or dist.group.WORLD, self.sender
         for call in self.calls["on_launch"]:
             call(bucket)
-        # The comm hook may raise. Extensions must end what they began in `on_launch` all the same.
-        try:
+        try:  # Extensions must end what they began in `on_launch`, even if the comm hook raises.
             with span(f"{bucket.label}: pack"):
                 if own is None or sender.prepared_for() is not own:
                     self._prepare()
@@ -276,8 +241,7 @@ class CoreReducer(Extensible):
                 try:
                     bucket.pack(sender.mean if bucket.is_sparse else sender.scale)
                 except RuntimeError:
-                    # A flat buffer takes no sparse gradient. Checked here and not before, so that a
-                    # pass without mistakes does not pay for it.
+                    # A flat buffer takes no sparse gradient. Only passes that fail pay for checks.
                     for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
                         for check in self.calls["check_gradient"]:
                             check(index, parameter.grad, bucket)
@@ -332,8 +296,7 @@ class CoreReducer(Extensible):
         if not self.sender.concurrent:
             self.await_hook()
         if self.next_bucket < len(self.all_buckets):
-            # Gradients are missing, so nothing is unpacked. A later pass may bring them (a loss in
-            # parts, reentrant checkpoints); otherwise the next forward pass raises.
+            # A later pass may bring the others (a loss in parts); else the next forward raises.
             self.restore_grads()
             self.needs_each = True
             self.layout_changed()
@@ -341,9 +304,8 @@ class CoreReducer(Extensible):
         return True
 
     def restore_grads(self) -> None:
-        """Moves gradients that were packed but not launched back to `.grad`."""
+        """Moves packed gradients back to `.grad`, where a pass or zero_grad() expects them."""
         for bucket in self.flat_buckets:
-            # A later pass may add to them, or zero_grad() drop them.
             bucket.restore_grads()
 
     def break_off(self, number: int) -> None:
@@ -400,7 +362,6 @@ class CoreReducer(Extensible):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulates gradients locally inside; the next backward outside averages the sum."""
-        # Contexts may be nested, so the end restores what was there before.
         self.count_noted()
         before, self.sync = self.sync, False
         try:
@@ -433,26 +394,7 @@ class CoreReducer(Extensible):
     def _second_gradient(self, index: int) -> RuntimeError:
         return RuntimeError(
             f"parameter {self.names[index]} got a second gradient on rank {self.rank} while the "
-            f"first was being averaged. Accumulate "
-            f"several backward passes under no_sync(), all but the last; where one pass gives it "
-            f"several gradients, or it is used outside of the module's forward, use "
-            f"static_graph=True"
+            f"first was being averaged. Accumulate several backward passes under no_sync(), all "
+            f"but the last; where one pass gives it several gradients, or it is used outside of "
+            f"the module's forward, use static_graph=True"
         )
-
-
-class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
-
-    def __init__(self, reducer: CoreReducer | None = None, phase: str = "") -> None:
-        self._reducer, self._phase = reducer, phase
-
-    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
-        # If torch.compile traced this, it would break the graph of a compiled model. The check
-        # before an optimizer's step still runs.
-        if self._reducer is not None and not torch.compiler.is_compiling():
-            for call in self._reducer.calls[self._phase]:
-                call(*outputs)
-
-    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        # This Reducer does not average the gradients of a copy.
-        return ModuleHook, ()

@@ -16,21 +16,15 @@ from ddp_from_scratch.group import check_group
 class Sender:
     """Settings with which one Reducer packs and launches its buckets.
 
-    Args:
-        process_group: the Reducer's.
-        transport: maps a process group to the group that sends its buckets, if another. Collective.
+    `transport` maps a process group to the group that sends its buckets, if another. Collective.
 
     Attributes:
-        hook, state: as registered.
         concurrent: True if several buckets may be in flight under this hook.
-        sends: returns what `group()` returned last. Weak, since a strong reference keeps its
-            threads.
+        sends: returns what `group()` returned last. Weak, as a strong reference keeps its threads.
         weight: returns this rank's weight in the next average alone, and waits for the weights of
             all ranks; None means 1.
-        prepared_for: returns the group that `prepare` ran for; None before. Weak for the same
-            reason. `prepare` chooses what follows.
+        prepared_for: returns the group that `prepare` ran for; None before. Weak as `sends`.
         scale, mean: factors for packing flat and sparse gradients; a `mean` of 0 sends zeros.
-        op: the reduction that then averages; see `Bucket.op`.
         hook_now, state_now, aside: arguments of `Bucket.launch`.
     """
 
@@ -95,8 +89,7 @@ class Sender:
         self.hook_now, self.state_now = hook, state
         self.aside = not comm_hooks.is_ours(self.hook)
         self.mean = weight / dist.get_world_size(self.process_group)
-        # With weight 0 the bucket sends zeros, whatever it holds.
-        self.scale = weight or 1.0
+        self.scale = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
         self.op = comm_hooks.reduction(hook, state)
         if self.op == dist.ReduceOp.SUM:
             self.scale *= 1.0 / dist.get_world_size(state)

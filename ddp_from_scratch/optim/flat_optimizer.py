@@ -27,8 +27,7 @@ from ddp_from_scratch.reducer import Reducer
 
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    # A method of torch's optimizers without the import of torch._dynamo, which takes a second.
-    # torch wraps it for torch.compile, which imports it anyway.
+    # torch wraps it for torch.compile, and the wrapper imports torch._dynamo, which takes a second.
     @wraps(method)
     def call(*args: Any, **options: Any) -> Any:
         imported = "torch._dynamo" in sys.modules

@@ -60,7 +60,7 @@ class FlatParams:
         self.places = self._windows(self.flat)
         # State by key: a flat tensor, and a window for each member. Allocated when needed.
         self._state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
-        # Cached columns of a step of all members, by the names of their state.
+        # Columns of a step of all members, by the names of their state.
         self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
         # The parameters stay the same objects, which the module and other optimizers hold.
         for parameter, place in zip(self.parameters, self.places, strict=True):
@@ -106,8 +106,7 @@ class FlatParams:
         for name in names:
             if name not in self._state:
                 if name == "step":
-                    # On the CPU, because Python reads these numbers.
-                    steps = torch.zeros(len(self.parameters))
+                    steps = torch.zeros(len(self.parameters))  # on the CPU: Python reads them
                     self._state[name] = steps, steps.unbind()
                 else:
                     flat = self._allocate(self.flat.numel(), self.flat)
@@ -122,8 +121,7 @@ class FlatParams:
                     place.zero_()
                     ages[index] = 0
                 else:
-                    # Loaded from a checkpoint, or from an earlier layout of the buckets.
-                    place.copy_(held)
+                    place.copy_(held)  # from a checkpoint, or an earlier layout of the buckets
                 state[name] = place
         if "step" in names:
             ages = list(map(int, self._state["step"][0].tolist()))

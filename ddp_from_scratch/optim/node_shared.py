@@ -73,10 +73,10 @@ class NodeSharedOptimizer(FlatOptimizer):
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
                 if id(parameter) in shared or not can_move(parameter, view):
+                    one = f"shape {tuple(parameter.shape)}, {parameter.dtype}"
                     raise ValueError(
                         f"{name} needs parameters of float32 or float64, each in memory of its "
-                        f"own: it cannot move one of shape {tuple(parameter.shape)}, "
-                        f"{parameter.dtype}"
+                        f"own: it cannot move one of {one}"
                     )
         if not all(group.is_shared(bucket.buffer()) for bucket in self._buckets):
             raise ValueError(
@@ -91,8 +91,7 @@ class NodeSharedOptimizer(FlatOptimizer):
     def backward_and_step(self, loss: torch.Tensor) -> None:
         """Runs `loss.backward()` and `step()` in one, without averages in `.grad` or comm hooks."""
         if self._reducer is None:
-            # Raises: a copy of the optimizer has no Reducer.
-            super().backward_and_step(loss)
+            super().backward_and_step(loss)  # raises: a copy of the optimizer has no Reducer
             return
         self._check_groups()
         self._arrange()
@@ -101,8 +100,7 @@ class NodeSharedOptimizer(FlatOptimizer):
             super().backward_and_step(loss)
         for run in chain.from_iterable(self._runs.values()):
             for parameter in run.parameters:
-                # These gradients are local, but would be taken for averages.
-                parameter.grad = None
+                parameter.grad = None  # local, but would be taken for an average
 
     def _arrange(self) -> None:
         ours = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters()}
@@ -116,10 +114,10 @@ class NodeSharedOptimizer(FlatOptimizer):
         # Gradients in `.grad` may be local, so no parameter may be stepped alone.
         for parameter, _ in self._alone:
             if id(parameter) in ours:
+                shape, name = tuple(parameter.shape), type(self).__name__
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} cannot be moved into shared "
-                    f"memory any longer: its .data was replaced after {type(self).__name__} was "
-                    f"made"
+                    f"a parameter of shape {shape} cannot be moved into shared memory any longer: "
+                    f"its .data was replaced after {name} was made"
                 )
 
     def _check_groups(self) -> None:
@@ -147,8 +145,7 @@ class NodeSharedOptimizer(FlatOptimizer):
             # A tensor would be printed with only four digits.
             exact = {k: v.item() if torch.is_tensor(v) else v for k, v in values.items()}
             settings = ", ".join(f"{name}={value}" for name, value in exact.items())
-            parts = f"{zlib.crc32(repr(stretches).encode()):08x}"
-            text = f"step with {settings} of parts {parts}"
+            text = f"step with {settings} of parts {zlib.crc32(repr(stretches).encode()):08x}"
             receive = partial(run.update, stretches, group)
             # In `step` the gradients are averages already, and averaging equal values keeps them.
             self._group.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)

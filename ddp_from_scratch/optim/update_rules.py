@@ -41,8 +41,7 @@ class UpdateRule(Protocol):
     def update_flat(self, columns: Columns, age: int, group: Group) -> None: ...
 
     def _update_contiguous(self, tensors: Tensors, age: int, group: Group) -> None:
-        # The kernel ignores strides.
-        strides = dense_strides(tensors[0])
+        strides = dense_strides(tensors[0])  # the kernel ignores strides
         in_order = all(tensor.stride() == strides for tensor in tensors)
         dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
         self.update_flat([[tensor] for tensor in dense], age, group)
@@ -98,10 +97,8 @@ class SGDRule(UpdateRule):
                 momentum.copy_(gradient)  # undampened
             else:
                 momentum.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
-            if group["nesterov"]:
-                gradient = gradient.add(momentum, alpha=group["momentum"])
-            else:
-                gradient = momentum
+            nesterov = group["nesterov"]
+            gradient = gradient.add(momentum, alpha=group["momentum"]) if nesterov else momentum
         parameter.add_(gradient, alpha=-float(group["lr"]))
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:

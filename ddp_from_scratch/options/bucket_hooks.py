@@ -21,13 +21,9 @@ from ddp_from_scratch.core.reducer import CoreReducer
 
 
 class BucketHooks(Extension):
-    """Hooks only the last gradient of each bucket, unless another extension asks for each one.
+    """Hooks only the last gradient of each bucket, unless another extension asks for each one."""
 
-    Attributes:
-        on: True if autograd does not call for every gradient.
-    """
-
-    on = False
+    on = False  # True if autograd does not call for every gradient
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
@@ -48,9 +44,8 @@ class BucketHooks(Extension):
             for bucket in reducer.flat_buckets:
                 noted = {*bucket.members[:-1]} - {first}
                 if noted and not bucket.packs_early:
-                    for index in noted:
-                        # C code alone, without a Python frame.
-                        hooks[index] = partial(setitem, bucket.noted, index)
+                    # C code alone, without a Python frame.
+                    hooks |= {index: partial(setitem, bucket.noted, index) for index in noted}
                     last = bucket.members[-1]
                     hooks[last] = partial(_last, self._of, last)
         reducer.hooks.replace(hooks)

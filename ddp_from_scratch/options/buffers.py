@@ -16,8 +16,8 @@ from ddp_from_scratch.waiting import wait
 class BufferSync(Extension):
     """Broadcasts one rank's buffers at the end of each synchronised backward pass.
 
-    They are sent after the last launch, and written after every bucket has landed. Inside `join()`
-    they are sent before forward, from a rank with data.
+    Sent after the last launch, written after every bucket has landed. Inside `join()` a rank with
+    data sends them before forward.
     """
 
     def __init__(

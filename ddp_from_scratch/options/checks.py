@@ -21,8 +21,7 @@ from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gat
 # Mapped over all parameters before every forward pass, so they must not be Python functions.
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 _traits = attrgetter("requires_grad", "dtype", "device")
-# The expensive checks run in each of the first 10 forward passes, then in every tenth.
-_OFTEN = 10
+_OFTEN = 10  # expensive checks run in each of the first 10 forward passes, then in every tenth
 
 
 class Checks(Extension):
@@ -46,14 +45,13 @@ class Checks(Extension):
     def on_forward(self) -> None:
         reducer: CoreReducer = self._of()
         module = reducer.module
+        # An exception may have ended the last forward pass before `on_forwarded`.
+        self._before = None
         # Activation checkpointing recomputes forward passes inside backward.
         recomputing = current_pass() != -1
         # An evaluation under no_grad() may run on one rank alone, so it is not checked. A module in
         # training mode is: reentrant checkpoints first run their forward pass under no_grad().
-        training = not recomputing and (torch.is_grad_enabled() or module.training)
-        # An exception may have ended the last forward pass before `on_forwarded`.
-        self._before = None
-        if not training:
+        if recomputing or not (torch.is_grad_enabled() or module.training):
             return
         self._forwards += 1
         all_of_it = self._forwards <= _OFTEN or self._forwards % _OFTEN == 0
@@ -73,20 +71,19 @@ class Checks(Extension):
         before, self._before = self._before, None
         if before is None:
             return
-        now = [*map(_version, self._snapshot.parameters.values())]
+        names = self._snapshot.parameters
+        now = [*map(_version, names.values())]
         if now == before:
             return
         self.has_written = True
         # Writes before the first average lead to a comparison (`_FirstAverage`); later ones raise.
         reducer: CoreReducer = self._of()
         if reducer.iteration and reducer.extension(DriftCheck) is None:
-            names = self._snapshot.parameters
             written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
             raise RuntimeError(
-                f"a forward pass on rank {reducer.rank} has written "
-                f"to {shortened(written)}, which other ranks may not have: write to parameters "
-                f"after the step, equally on all ranks; or let the Reducer compare ranks, with "
-                f"check_every=N"
+                f"a forward pass on rank {reducer.rank} has written to {shortened(written)}, which "
+                f"other ranks may not have: write to parameters after the step, equally on all "
+                f"ranks; or let the Reducer compare ranks, with check_every=N"
             )
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -209,11 +206,8 @@ class ModuleSnapshot:
         for (name, parameter), before in zip(self.parameters.items(), self._traits, strict=True):
             after = _traits(parameter)
             if before != after and not (may_freeze and before == (True, *after[1:])):
-                requires_grad, dtype, device = after
-                return (
-                    f"parameter {name} became {dtype} on {device} with "
-                    f"requires_grad={requires_grad}"
-                )
+                trains, dtype, device = after
+                return f"parameter {name} became {dtype} on {device} with requires_grad={trains}"
         return None
 
     def _parameters_of(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

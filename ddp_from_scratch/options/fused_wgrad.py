@@ -20,8 +20,8 @@ from ddp_from_scratch.core.reducer import CoreReducer
 
 Layer = Linear | Embedding
 
-# The fewest weight elements of a fused linear layer, and a factor for embeddings. In smaller layers
-# the Python backward costs more than the copy that it saves.
+# The fewest weight elements of a fused linear layer, and a factor for embeddings. Below, the Python
+# backward costs more than the copy that it saves.
 _WORTH, _EMBEDDING = 2**16, 4
 
 
@@ -30,8 +30,7 @@ class FusedWgrad(Extension):
 
     A fused layer's `forward` is replaced; copies of the layer have torch's. Only gradients that are
     packed one by one (`Bucket.packs_early`) are written to buckets. torch computes all others, with
-    the same numbers: see `_is_plain`, `_can_fuse`, `_embedding`, `window` and `_window`.
-    Convolutions are left to torch because `aten::convolution_backward.out` copies, too.
+    the same numbers. Convolutions are left to it: `aten::convolution_backward.out` copies, too.
     """
 
     def attach(self, reducer: CoreReducer) -> None:
@@ -76,8 +75,7 @@ class FusedWgrad(Extension):
             self._claimed.clear()
 
     def remove(self) -> None:
-        # Graphs that are still alive must get no window.
-        self._of = lambda: None
+        self._of = lambda: None  # graphs that are still alive must get no window
         for layer in self._layers:
             vars(layer).pop("forward", None)
         self._layers.clear()
@@ -168,8 +166,7 @@ class _Embedding(torch.autograd.Function):
         fused: FusedWgrad,
     ) -> torch.Tensor:
         context.save_for_backward(tokens)
-        context.rows, context.padding = len(weight), padding
-        context.fused = fused
+        context.rows, context.padding, context.fused = len(weight), padding, fused
         return functional.embedding(tokens, weight, padding)
 
     @staticmethod
@@ -191,9 +188,8 @@ def _window(context: Any, argument: int) -> torch.Tensor | None:
     # `create_graph` differentiates the gradients, so they cannot be written in place.
     if torch.is_grad_enabled():
         return None
-    accumulation, _ = context.next_functions[argument]
     fused: FusedWgrad = context.fused
-    return fused.window(accumulation)
+    return fused.window(context.next_functions[argument][0])
 
 
 def _into(

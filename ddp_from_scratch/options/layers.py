@@ -28,11 +28,9 @@ class CommunicatingLayers(Extension):
 
 
 def has_fixed_order(reducer: CoreReducer) -> bool:
-    """True if every rank launches its buckets at the same points of backward.
-
-    The points differ if the comm hook starts several collectives, or if a bucket is full earlier on
-    a rank with unused parameters.
-    """
+    """True if every rank launches its buckets at the same points of backward."""
+    # They differ if the comm hook starts several collectives, or if a bucket is full earlier on a
+    # rank with unused parameters.
     return reducer.sender.concurrent and not reducer.may_be_unused
 
 

@@ -54,13 +54,11 @@ class PowerSGDState:
 
     def q(self, parameter: torch.Tensor, rows: int, like: torch.Tensor) -> torch.Tensor:
         """Returns the right factor of the last step (warm start), or a random one at first."""
-        found = self._qs.get(parameter)
-        if found is None:
+        if parameter not in self._qs:
             # All ranks meet new parameters in the order of buckets, so they use the same seeds.
             generator = torch.Generator().manual_seed(7919 + len(self._qs))
-            found = torch.randn(rows, self.rank, generator=generator).to(like)
-            self._qs[parameter] = found
-        return found
+            self._qs[parameter] = torch.randn(rows, self.rank, generator=generator).to(like)
+        return self._qs[parameter]
 
     def remember(
         self,

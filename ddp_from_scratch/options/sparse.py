@@ -60,13 +60,11 @@ class SparseBucket(Bucket):
     def pack(self, scale: float) -> None:
         gradient = self._parameter.grad
         self._kind_and_rows = _NONE, 0
-        if gradient is None:
-            return
-        if gradient.is_sparse:
+        if gradient is not None and gradient.is_sparse:
             own = gradient.coalesce()  # sends each index once
             self._mine = own.indices(), own.values() * scale
             self._kind_and_rows = own.sparse_dim(), own._nnz()
-        else:
+        elif gradient is not None:
             self._mine = ((gradient * scale).contiguous(),)
             self._kind_and_rows = _DENSE, 0
 

@@ -31,11 +31,9 @@ class ReducerStats:
 
     @staticmethod
     def of(reducer: CoreReducer, backend: str) -> "ReducerStats":
-        """Returns the current settings, buckets and their sizes."""
         unused, hooks = reducer.extension(Unused), reducer.extension(BucketHooks)
         sender = reducer.sender
-        # A user's comm hook sends through the group that it names, usually the Reducer's, and not
-        # through a group that was opened beside it.
+        # A user's comm hook sends through the group that it names, usually the Reducer's.
         sends = sender.sends() if sender.through_group() else reducer.process_group
         sends = sends or dist.group.WORLD
         shared = isinstance(sends, SharedMemoryGroup) and sends.shares_memory

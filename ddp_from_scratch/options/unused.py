@@ -51,10 +51,9 @@ class Unused(Extension):
     """Lets parameters get no gradient in a backward pass.
 
     The graph of each forward pass is walked. Parameters that backward cannot reach are marked
-    unused when it enters the graph at an output, before any gradient of this graph is ready. Others
-    without a gradient are marked at the end. `torch.autograd.grad` is ignored, since it accumulates
-    nothing in `.grad`. Ranks exchange which parameters they used: with `find_unused` in each
-    average, with a static graph in the first, else in none.
+    unused when it enters the graph at an output, before a gradient is ready; others at the end.
+    `torch.autograd.grad` is ignored, since it accumulates nothing in `.grad`. Ranks exchange which
+    parameters they used: with `find_unused` in each average, with a static graph in the first.
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
@@ -62,8 +61,7 @@ class Unused(Extension):
         # The first average skips no bucket, since gradients of one rank may predate its Reducer.
         self._has_agreed = False
         self._used: set[int] = set()  # since the last average, including passes under no_sync()
-        # Static graph only: the parameters that some rank used in the first average, and those used
-        # since the last average that are not among them.
+        # Static graph only: what some rank used in the first average, and what is used beyond that.
         self._used_by_any: set[int] | None = None
         self._unforeseen: set[int] = set()
 
@@ -79,8 +77,7 @@ class Unused(Extension):
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Weak: the hooks on a graph own its record, which disappears with the graph.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        # The record of the last walk, which a static graph reuses.
-        self._last: _Forward | None = None
+        self._last: _Forward | None = None  # the last walk's record, which a static graph reuses
         self._update()
 
     def _update(self) -> None:
@@ -158,8 +155,8 @@ class Unused(Extension):
             elif not (self.is_static or self.hides_parameters):
                 # The pass may execute more than this walk has seen: several forward passes.
                 rest = set(range(self._count)) - (forward.reached or set())
-                parameters = reducer.parameters
-                reducer.mark_unused({i for i in rest if not will_accumulate(parameters[i])})
+                unused = {i for i in rest if not will_accumulate(reducer.parameters[i])}
+                reducer.mark_unused(unused)
             reducer.launch_full_buckets(early=True)
 
     def on_gradient(self, index: int) -> None:
@@ -204,9 +201,9 @@ class Unused(Extension):
         # A rank that used all parameters knows the answer and does not wait.
         if len(used) < self._count:
             wait(work)
-            found = dict(enumerate(counts.tolist()))
-            used = {index for index, times in found.items() if times % beyond}
-            inherited = {index for index, times in found.items() if times >= beyond}
+            found = counts.tolist()
+            used = {index for index, times in enumerate(found) if times % beyond}
+            inherited = {index for index, times in enumerate(found) if times >= beyond}
         if self.is_static:
             self._used_by_any = used
         return used | inherited

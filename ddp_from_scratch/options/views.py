@@ -27,11 +27,9 @@ class ViewBucket(Bucket):
         # `module.half()` gives a `.grad` other memory.
         self._lent = self.windows_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
-        # Every pass compares these, so they are cached.
-        self._addresses = [view.data_ptr() for view in self.views]
+        self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
-        self._packed: set[int] = set()
-        self._scale = 1.0
+        self._packed, self._scale = set[int](), 1.0
 
     def claim(self, index: int) -> torch.Tensor | None:
         """Returns the window for a missing gradient; None if the parameter has a `.grad`."""
@@ -97,8 +95,7 @@ class ViewBucket(Bucket):
                 sources.append(gradient)
                 windows.append(view)
                 if index not in unused:
-                    # Frees the gradient's memory early.
-                    parameter.grad = self._lend(position)
+                    parameter.grad = self._lend(position)  # frees the gradient's memory early
         self._copy_scaled(windows, sources, scale)
         if not (self._together or scale == 1):
             for view in in_place:
@@ -108,15 +105,13 @@ class ViewBucket(Bucket):
         """True, as in most passes, if no gradient is in the bucket but all windows to lend are."""
         if any(map(is_, gradients, repeat(None))):
             return False
-        at = self._addresses
-        lent = [*map(torch.Tensor.data_ptr, self._lent)]
+        at, lent = self._addresses, [*map(torch.Tensor.data_ptr, self._lent)]
         return lent == at and not any(map(eq, map(torch.Tensor.data_ptr, gradients), at))
 
     def unpack(self, used: Collection[int] | None = None) -> None:
         if self.state is BucketState.LANDED:
             # In most passes `pack` has lent all windows already.
-            gradients = map(gradient_of, self._parameters)
-            there = all(map(is_, gradients, self._lent))
+            there = all(map(is_, map(gradient_of, self._parameters), self._lent))
             there = there and [*map(torch.Tensor.data_ptr, self._lent)] == self._addresses
             for position, (index, parameter, _) in enumerate(() if there else self._rows):
                 if used is None or index in used:
@@ -146,14 +141,12 @@ class ViewBucket(Bucket):
                 parameter.grad = self._lend(position)
 
     def _lend(self, position: int) -> torch.Tensor:
-        lent = self._lent[position]
         # The program may have given the lent tensor other memory.
-        if lent.data_ptr() != self._addresses[position]:
+        if self._lent[position].data_ptr() != self._addresses[position]:
             view = self.views[position]
-            lent = self._lent[position] = view.as_strided(
-                view.shape, view.stride(), view.storage_offset()
-            )
-        return lent
+            window = view.as_strided(view.shape, view.stride(), view.storage_offset())
+            self._lent[position] = window
+        return self._lent[position]
 
 
 class Views(Extension):

@@ -14,10 +14,8 @@ class GradientWeight:
     """The factor for this rank's gradients: amount x world size / sum of all ranks' amounts.
 
     The plain average of gradients times these factors is the average weighted by amounts.
-    Construction is collective. It starts a sum of CPU tensors, which overlaps with forward.
-
-    Raises:
-        ValueError: `amount` is not a number, negative, not finite or more than 1e100.
+    Construction is collective. It starts a sum of CPU tensors, which overlaps with forward. Raises
+    a ValueError if `amount` is not a number, negative, not finite or more than 1e100.
     """
 
     def __init__(self, amount: float, process_group: dist.ProcessGroup | None) -> None:

@@ -23,8 +23,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Returns a 64-bit checksum of each dense tensor, of its bits in logical order.
 
-    A sum of the elements' bits as integers times odd random weights: a change of one element always
-    shows; changes of several cancel out at most about once in 2**32 times.
+    A sum of integers times odd weights: a change of one element always shows; changes of several
+    cancel out at most about once in 2**32 times.
     """
     weights: dict[torch.device, torch.Tensor] = {}
     sums = []
@@ -76,8 +76,7 @@ _WRITTEN = (
     "gradients that are not averaged"
 )
 
-# (dtype and shape, checksum) of a tensor.
-Mark = tuple[str, int]
+Mark = tuple[str, int]  # (dtype and shape, checksum) of a tensor
 
 
 def check_sync(
@@ -114,8 +113,8 @@ def check_sync(
 class DriftCheck(Extension):
     """Runs `check_sync` in every so many averages of a Reducer, on the result of the last step.
 
-    `after_writes` means that a forward pass has written to parameters, which keeps ranks equal only
-    if the values do not depend on a rank's data. The next average is then checked, too.
+    `after_writes`: a forward pass has written to parameters, perhaps what follows a rank's data.
+    The next average is then checked, too.
     """
 
     def __init__(
@@ -137,8 +136,7 @@ class DriftCheck(Extension):
         self._optimizers[optimizer] = None
 
     def on_set_step(self) -> None:
-        # On ranks that join, no optimizer has stepped yet.
-        self._optimizers.clear()
+        self._optimizers.clear()  # on ranks that join, no optimizer has stepped yet
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         # Every rank takes part in an average, but one rank may run forward or step alone. Ranks

@@ -172,9 +172,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
         """Copies the layer, but not its process group, which cannot be copied."""
-        new = SyncBatchNorm.__new__(SyncBatchNorm)
-        # Set first, so that references back to the layer find the copy.
-        memo[id(self)] = new
+        # Noted first, so that references back to the layer find the copy.
+        memo[id(self)] = new = SyncBatchNorm.__new__(SyncBatchNorm)
         own = {name: value for name, value in self.__dict__.items() if name != "process_group"}
         new.__dict__.update(copy.deepcopy(own, memo), process_group=self.process_group)
         return new
@@ -204,8 +203,7 @@ def _moments_of_all(x: torch.Tensor, gather: Gather) -> _Moments:
     # bool() and int() wait for a GPU, so they run only where the answer may matter.
     need_gradient = not x.requires_grad and bool(learn.any())
     values = int(counts.sum()) if x.numel() <= channels else None
-    if values == 1:
-        # On every rank.
+    if values == 1:  # on every rank
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {x.size()}"
         )
@@ -270,8 +268,7 @@ class _Normalize(torch.autograd.Function):
         if weight is not None and ctx.needs_input_grad[1]:
             d_weight = sums[1] * inverse
         if ctx.needs_input_grad[2]:
-            # Copied, because the sum below overwrites `sums`.
-            d_bias = sums[0].clone()
+            d_bias = sums[0].clone()  # the sum below overwrites `sums`
         # If x and anchor need no gradient, x needs none on any rank, and all skip the collective.
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
             if ctx.several is None:

@@ -31,7 +31,6 @@ def chosen_group(
     if device_mesh.ndim != 1:
         raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
     group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
-    # The other dimensions of a larger mesh may shard parameters.
     if device_mesh._get_root_mesh() != device_mesh:
         # Buckets hold plain tensors; parameters are DTensors only during forward (2-D parallelism).
         # Imported here because the import takes a second, and few programs have such a mesh.
@@ -189,5 +188,4 @@ class WrappedReducer(Reducer):
 class CopiedReducer(WrappedReducer):
     """The Reducer of a copy, which one rank may make alone."""
 
-    # Sharing memory is collective. The ranks meet when the copy first averages.
-    meets = False
+    meets = False  # Sharing memory is collective; the ranks meet when the copy first averages.

@@ -37,10 +37,8 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         super().__init__()
         self.reducer = reducer
         self.by_initial_world_size = True
-        # The rank whose parameters all ranks got when the last context ended.
-        self.last_rank: int | None = None
-        # The disabled configuration. `end` restores it, since torch's `Join` never does.
-        self._outside = self._join_config
+        self.last_rank: int | None = None  # all ranks got its parameters when a context ended
+        self._outside = self._join_config  # disabled; `end` restores it, torch's `Join` never does
         self._averaged = True  # the last step averaged, so buffers are due before the next one
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -163,12 +161,8 @@ def join(
     """
     joinable = JoinableReducer(reducer)
     reducer.add_extension(joinable)
-    context = Join(
-        [joinable],
-        enable,
-        throw_on_early_termination,
-        divide_by_initial_world_size=divide_by_initial_world_size,
-    )
+    options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+    context = Join([joinable], enable, throw_on_early_termination, **options)
     reducer.set_joining(enable)
     try:
         with context:

@@ -147,12 +147,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if forward_sync_buffers is None and not broadcast_buffers:
                 ignore |= {name for name, _ in module.named_buffers()}
             broadcast_parameters(module, 0, self.process_group, ignore)
-        # The hook that the program has registered. A new Reducer gets it, too.
-        self._comm_hook: tuple[Any, CommHook] | None = None
+        self._comm_hook: tuple[Any, CommHook] | None = None  # as registered; a new Reducer gets it
         self._builtin_hook: str | None = None  # its name in `dist.BuiltinCommHookType`, for logging
         if mixed_precision is not None:
-            dtype = mixed_precision.buffer_dtype
-            internals.cast_buffers(module, dtype, self.parameters_to_ignore)
+            internals.cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
         self.delayed: internals.DelayedReduction | None = None
         if trigger is not None:
             own = [parameter for _, parameter in delayed]
@@ -167,8 +165,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # Removes the hooks when the wrapper is freed, so nothing here may reference the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
         self._joinable = JoinableReducer(self.reducer)
-        if self.mixed_precision is not None:
-            precision = self.mixed_precision
+        if (precision := self.mixed_precision) is not None:
             hook = internals.HOOKS[precision.reduce_dtype or precision.param_dtype]
             if hook is not None:
                 self.reducer.register_comm_hook(self._group, hook)
@@ -219,8 +216,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._settings["broadcast_buffers"] = value
         self.reducer.set_broadcast_buffers(value)
 
-    # torch's older name.
-    broadcast_buffers = forward_sync_buffers
+    broadcast_buffers = forward_sync_buffers  # torch's older name
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -248,12 +244,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[Any]:
         """Opens a context like `ddp.join`."""
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook for a rank without data; called by torch's `Join`."""
@@ -297,10 +289,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        hooks = {
-            "ALLREDUCE": comm_hooks.allreduce_hook,
-            "FP16_COMPRESS": comm_hooks.fp16_compress_hook,
-        }
+        allreduce, fp16 = comm_hooks.allreduce_hook, comm_hooks.fp16_compress_hook
+        hooks = {"ALLREDUCE": allreduce, "FP16_COMPRESS": fp16}
         self.register_comm_hook(self._group, hooks[comm_hook_type.name])
         self._builtin_hook = str(comm_hook_type)
 
@@ -317,11 +307,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.set_static_graph()
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Switches to another process group; a no-op on ranks outside of it.
+        """Switches to another group, whose ranks hold the same parameters; a no-op outside of it.
 
-        Its ranks must hold the same parameters. A new Reducer rebuilds the buckets with the cap
-        that "auto" has settled on. A comm hook keeps its state; if the state names another group,
-        the program must change it.
+        A new Reducer rebuilds the buckets with the cap that "auto" has settled on. A comm hook
+        keeps its state; if the state names another group, the program must change it.
         """
         if dist.get_rank(new_process_group) < 0:
             return
@@ -332,8 +321,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self.reducer.bucket_cap_mb is not None:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
             self._settings["overlap"] = self.reducer.overlap
-        # Removes the old Reducer's hooks, so that each gradient is averaged once.
-        self._finalizer()
+        self._finalizer()  # removes the old Reducer's hooks, so each gradient is averaged once
         self._build(WrappedReducer)
         if self._comm_hook is not None:
             state, hook = self._comm_hook
@@ -348,8 +336,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
-                # torch's mark, since `_get_data_parallel_params` gets no list of names.
-                tensor._ddp_ignored = True
+                tensor._ddp_ignored = True  # torch's mark, for `_get_data_parallel_params`
 
     @staticmethod
     def _get_data_parallel_params(

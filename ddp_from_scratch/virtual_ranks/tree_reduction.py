@@ -46,7 +46,7 @@ def generator_states() -> tuple[Any, ...]:
 
 
 def set_generator_states(states: tuple[Any, ...]) -> None:
-    """Restores the states of all generators."""
+    """Restores what `generator_states` returned."""
     cpu, of_gpu, python, numpy = states
     torch.set_rng_state(cpu)
     if of_gpu is not None:
@@ -116,8 +116,7 @@ class PartialSums(Generic[T]):
         return iter(sorted(self._values.items(), key=lambda item: item[0]))
 
 
-# By parameter index. A missing gradient is zero.
-Gradients = dict[int, torch.Tensor]
+Gradients = dict[int, torch.Tensor]  # by parameter index; a missing gradient is zero
 
 
 def add_gradients(low: Gradients, high: Gradients) -> Gradients:
@@ -225,19 +224,15 @@ def _exchange(
     Returns a function that folds this rank's chunk, and gathers all chunks in `rows[0]`.
     """
     into, ranks = rows[0], group.size()
-    # The all-gather needs equal chunks.
-    if padding := -into.numel() % ranks:
+    if padding := -into.numel() % ranks:  # the all-gather needs equal chunks
         rows = [pad(row, (0, padding)) for row in rows]
     chunk = rows[0].numel() // ranks
     # By owner, then in the order of virtual ranks. A single row already has this order.
     sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
     received = sent.new_empty(sum(counts), chunk)
     splits = [count * chunk for count in counts], [len(rows) * chunk] * ranks
-    work = of_member(
-        dist.all_to_all_single(
-            received.view(-1), sent.view(-1), *splits, group=group, async_op=True
-        )
-    )
+    into_flat, flat = received.view(-1), sent.view(-1)
+    work = of_member(dist.all_to_all_single(into_flat, flat, *splits, group=group, async_op=True))
 
     def end() -> None:
         wait(work)

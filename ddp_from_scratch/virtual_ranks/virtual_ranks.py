@@ -20,16 +20,8 @@ from ddp_from_scratch.errors import shortened
 from ddp_from_scratch.group import all_gather_single, of_member
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
-from ddp_from_scratch.virtual_ranks.lock_step import (
-    DIFFERENT_LAYERS,
-    View,
-    run_in_lock_step,
-)
-from ddp_from_scratch.virtual_ranks.tree_reduction import (
-    TreeReduction,
-    seeded,
-    virtual_rank_range,
-)
+from ddp_from_scratch.virtual_ranks.lock_step import DIFFERENT_LAYERS, View, run_in_lock_step
+from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction, seeded, virtual_rank_range
 from ddp_from_scratch.waiting import wait
 
 
@@ -122,8 +114,7 @@ class VirtualRanks(Extension):
             with self._virtual_rank(index, reducer):
                 function(index)
 
-        if self.inside is not None:
-            # Outside of the `try`, which would drop that virtual rank's step.
+        if self.inside is not None:  # outside of the `try`, which would drop that one's step
             raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
         order = self.range()
         try:
@@ -177,21 +168,17 @@ class VirtualRanks(Extension):
         if self.inside is not None:
             raise RuntimeError(f"virtual rank {index} begins inside virtual rank {self.inside}")
         if index not in order:
-            raise ValueError(
-                f"virtual rank {index} is not one of this rank's, which are {list(order)}"
-            )
+            own = list(order)
+            raise ValueError(f"virtual rank {index} is not one of this rank's, which are {own}")
         if not self._due:
-            # A layer may have been converted since the last step.
-            self._check()
+            self._check()  # a layer may have been converted since the last step
             self._due, self._ahead = list(order), list(order)
             # Also with a single virtual rank, because a step that fails is repeated.
             before = {name: buffer.clone() for name, buffer in self._buffers().items()}
             self._before = before, self.step
         if self._ahead[:1] != [index]:
-            again = "again" if index not in self._ahead else "out of order"
-            raise RuntimeError(
-                f"virtual rank {index} comes {again}: the next one is {self._ahead[0]}"
-            )
+            how, due = "again" if index not in self._ahead else "out of order", self._ahead[0]
+            raise RuntimeError(f"virtual rank {index} comes {how}: the next one is {due}")
         self._ahead.remove(index)
         self.inside = index
         self._put_back()
@@ -219,12 +206,9 @@ class VirtualRanks(Extension):
     def on_launch(self, bucket: Bucket) -> None:
         # Outside of the last virtual rank, gradients would be lost.
         if self._due != [self.inside]:
-            raise RuntimeError(
-                DIFFERENT_LAYERS
-                if self.in_lock_step
-                else "with virtual_ranks=V every backward pass goes into "
-                "`with reducer.virtual_rank(i)`"
-            )
+            place = "`with reducer.virtual_rank(i)`"
+            outside = f"with virtual_ranks=V every backward pass goes into {place}"
+            raise RuntimeError(DIFFERENT_LAYERS if self.in_lock_step else outside)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         self.reduction.clear()
