@@ -79,8 +79,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
-    # A notebook may run the same cell twice.
-    for world, group in _until_exit:
+    for world, group in _until_exit:  # a notebook may run the same cell twice
         if world.backend == backend and _is_open(group):
             return world
     die_with_parent()
@@ -209,8 +208,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             # An earlier group of the same processes has left keys that must not be read again.
             store = dist.PrefixStore(f"group {next(_opened)}", store)
             _meet_in_store(store, backend, placement, device, timeout)
-        # gloo and nccl read the environment when the group opens.
-        environment.choose_interface(placement)
+        environment.choose_interface(placement)  # gloo and nccl read it as the group opens
         if gpu.is_gpu(device):
             # After a timeout nccl waits for a dump, by default for a minute, and kills the process.
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
@@ -223,8 +221,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             device_id=device if gpu.is_gpu(device) else None,
         )
         if backend == "gloo":
-            # Or gloo would log errors on ranks that still connect when another one exits.
-            dist.barrier()
+            dist.barrier()  # or gloo logs errors on ranks that still connect as another exits
     except dist.DistNetworkError as error:
         raise UsageError(
             f"cannot reach MASTER_ADDR:MASTER_PORT {os.environ.get('MASTER_ADDR')}:"
@@ -260,14 +257,12 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
     if environment.launcher() == "mpirun":
         from ddp_from_scratch import mpi
 
-        # MPI knows the place and broadcasts the store's address.
-        placement = mpi.placement()
+        placement = mpi.placement()  # MPI knows it, and broadcasts the store's address
         return placement, mpi.store(placement, timeout)
     placement = environment.placement()
     if placement.launcher == "none":
         return placement, dist.HashStore()
-    # A file that only this user can read: no port is opened.
-    if environment.RENDEZVOUS_FILE in os.environ:
+    if environment.RENDEZVOUS_FILE in os.environ:  # only this user can read it: no port is opened
         return placement, _file_store(os.environ[environment.RENDEZVOUS_FILE], placement.world_size)
     if placement.launcher == "torchrun":
         return placement, _torchrun_store(placement, timeout)

@@ -30,7 +30,6 @@ from ddp_from_scratch.waiting import lost_rank_check, may_be_left_behind
 # are, the smaller are the tensors for which this is the fastest way.
 EAGER_NBYTES = 256 * 1024
 
-
 # By rank, a number in the rank's segment, as an array of one element.
 Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
 
@@ -72,12 +71,10 @@ class BarrierMemory:
         self.heard = each[0]["heard"][0]
 
 
-# Advances messages in flight; returns the seconds until it must be called again.
-Progress = Callable[[], float]
+Progress = Callable[[], float]  # advances messages; returns the seconds until it must run again
 
-# Seconds between checks for lost ranks while a rank sleeps. The second is for elastic jobs.
-_CHECK_EVERY = 0.5
-_CHECK_SOON = 0.02
+_CHECK_EVERY = 0.5  # seconds between checks for lost ranks while a rank sleeps
+_CHECK_SOON = 0.02  # in elastic jobs
 
 
 class CheckedBarrier:
@@ -107,8 +104,7 @@ class CheckedBarrier:
         self._number = 0  # of meetings so far; equal on all ranks in one meeting
         # The number of waits so far, in meetings and after them, and its value at the last meeting.
         self._waits = self._met_at = 0
-        # Of the last meeting, and of each `wait` after it.
-        self._timeout = self._deadline = 0.0
+        self._timeout = self._deadline = 0.0  # of the last meeting, and of each `wait` after it
         # Set once: ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
         self._abandoned = False
@@ -137,8 +133,7 @@ class CheckedBarrier:
         return name_ranks(missing) or "a rank that has stopped"
 
     def _behind(self, numbers: Counters, wait: int) -> list[int]:
-        pairs = zip(self._ranks, numbers, strict=True)
-        return [rank for rank, number in pairs if number[0] < wait]
+        return [rank for rank, number in zip(self._ranks, numbers, strict=True) if number[0] < wait]
 
     def meet(self, operation: str, place: str, timeout: float) -> None:
         """Returns when every rank of the group has arrived.
@@ -278,8 +273,9 @@ class CheckedBarrier:
         return self.fail(text)
 
     def _time_out(self) -> CommunicationError:
-        text = f"the timeout of {self._timeout:g} s passed without {self.missing_names}"
-        return self._give_up(text)
+        return self._give_up(
+            f"the timeout of {self._timeout:g} s passed without {self.missing_names}"
+        )
 
 
 def _lost_text(ranks: set[int]) -> str:

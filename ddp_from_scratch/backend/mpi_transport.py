@@ -128,8 +128,7 @@ def is_placeholder(store: dist.Store) -> bool:
     return type(store) is dist.Store
 
 
-# Bytes; most MPIs count in 32 bits.
-COUNTABLE = 2**31 - 2**20
+COUNTABLE = 2**31 - 2**20  # bytes; most MPIs count in 32 bits
 BLOCK = 2**30
 
 # Programs use lower tags for their own messages on the same communicator.
@@ -170,8 +169,7 @@ class MPITransport:
         return MPITransport(cast(MPI.Intracomm, self.handle.Split(color)))
 
     def split_by_machine(self) -> "MPITransport":
-        here = self.handle.Split_type(MPI.COMM_TYPE_SHARED)
-        return MPITransport(cast(MPI.Intracomm, here))
+        return MPITransport(cast(MPI.Intracomm, self.handle.Split_type(MPI.COMM_TYPE_SHARED)))
 
     def free(self) -> None:
         self.handle.Free()

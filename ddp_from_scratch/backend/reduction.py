@@ -14,8 +14,7 @@ Combine = Callable[..., torch.Tensor]
 # Elements per call: few enough to stay in the processor's cache, enough to make a call worth it.
 CHUNK = 256 * 1024
 
-# Reduced in float32, so a fold rounds only once.
-WIDENED = (torch.float16, torch.bfloat16)
+WIDENED = (torch.float16, torch.bfloat16)  # reduced in float32, so a fold rounds only once
 
 # torch cannot add other dtypes on a CPU, or only some of them.
 REDUCED = (

@@ -61,8 +61,7 @@ def _sleep(semaphore: ctypes.c_void_p, deadline: float) -> bool:
     return int(_sleeping.sem_timedwait(semaphore, ctypes.byref(until))) == 0
 
 
-# Ranks that learn of one another in a round.
-_WAYS = 4
+_WAYS = 4  # ranks that learn of one another in a round
 
 
 class DisseminationBarrier:

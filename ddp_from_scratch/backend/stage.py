@@ -78,8 +78,7 @@ class Stage:
             if number + 1 < len(self._pieces):
                 self._copy_in(self._pieces[number + 1])
             self._barrier.wait()
-            # All owners have written their results to the first rank's part.
-            piece.copy_(parts[0])
+            piece.copy_(parts[0])  # all owners have written to the first rank's part
 
     def take(self) -> torch.Tensor:
         """Returns the reduced tensor: the argument of `fill`, or a dense copy of it."""

@@ -23,12 +23,9 @@ Result = list[torch.Tensor]
 class Operation:
     """This rank's part of a collective. It keeps its tensors alive."""
 
-    # Describes the operation; equal on all ranks, and part of errors.
-    fingerprint: str
-    # Called once all ranks have arrived.
-    run: Callable[[], Result | None]
-    # Called before, in the operation's turn; returns the place of its tensor (`same_place`).
-    prepare: Callable[[], str] = str
+    fingerprint: str  # describes the operation; equal on all ranks, and part of errors
+    run: Callable[[], Result | None]  # called once all ranks have arrived
+    prepare: Callable[[], str] = str  # called before, in turn; returns a place (`same_place`)
 
 
 def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, seconds: float) -> Result:

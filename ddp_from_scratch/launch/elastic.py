@@ -72,8 +72,7 @@ class JobStore:
     def say(self, number: int, member: Member) -> None:
         """Writes the report of process `number`. The agent writes an empty one before the start."""
         self._store.set(f"member {number}", json.dumps(member))
-        # The reply confirms the arrival: the process may exit now.
-        self._store.get(f"member {number}")
+        self._store.get(f"member {number}")  # the reply confirms the arrival: it may exit now
 
 
 class FileStore:
@@ -176,8 +175,7 @@ class ElasticAgent(Agent):
         if code - 128 in STOPS and not self._received:
             self._received.append(code - 128)
         if self._received:
-            # As in `Agent._watch`.
-            died = code < 0 and member in self._generation.members
+            died = code < 0 and member in self._generation.members  # as in `Agent._watch`
             return self._stopped() if died or not self._living else None
         if self._server_code() is not None:
             return self._failed(member, code)
@@ -203,8 +201,7 @@ class ElasticAgent(Agent):
         if code == _USAGE or not self._living:
             return self._failed(member, code)
         then = ""
-        # A lost machine gets its ranks back when it rejoins.
-        if not is_lost:
+        if not is_lost:  # a lost machine gets its ranks back when it rejoins
             self._last_failure = failure
             self._failures += 1
             then = f"; no replacement is left of {self._max_restarts}"

@@ -175,8 +175,7 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
 
 def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, str]]:
     """Returns the variables that torchrun would set for each process of one machine."""
-    # With counts 8,2 machine 1 holds ranks 8 and 9.
-    first = sum(counts[:node_rank])
+    first = sum(counts[:node_rank])  # with counts 8,2 machine 1 holds ranks 8 and 9
     return [
         {
             "RANK": str(first + local_rank),

@@ -65,8 +65,7 @@ class ForkServer:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # The agent forwards the terminal's Ctrl-C.
-                start_new_session=True,
+                start_new_session=True,  # the agent forwards the terminal's Ctrl-C
             )
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> "ForkedRank":
@@ -125,8 +124,7 @@ class ForkedRank:
         if self.poll() is not None:
             return
         if self.pid is None:
-            # The request cannot be withdrawn: the server would still fork the rank.
-            self._server.kill()
+            self._server.kill()  # the request cannot be withdrawn: it would still fork
             self.returncode = -number
         else:
             os.kill(self.pid, number)
@@ -141,13 +139,11 @@ def serve() -> None:
     connection = Connection(int(file))
     # A rank that calls `exec` must not inherit the connection.
     os.set_inheritable(connection.fileno(), False)
-    # Set before the imports, which take seconds.
-    die_with(int(caller))
+    die_with(int(caller))  # set before the imports, which take seconds
     for name in ("torch", *preload):
         import_module(name)
     sys.path.remove(path)
-    # A collection would write to the pages of torch's objects, and so copy them in every rank.
-    gc.collect()
+    gc.collect()  # later it would write to, and so copy, torch's pages in every rank
     gc.freeze()
     _run(_serve(connection))
 
@@ -206,8 +202,7 @@ def _begin_rank(server: int, environ: dict[str, str]) -> None:
     os.environ.update(environ)
     if PARENT in environ:
         os.environ[PARENT] = str(server)
-    # Unfreeze for the last collection, or triton's classes count as leaked.
-    atexit.register(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # or triton's classes count as leaked
     # Python reseeds its own generator at a fork, and torch's is the same in every new process.
     if "numpy" in sys.modules:
         import_module("numpy.random").seed()

@@ -68,8 +68,7 @@ class FarRank:
 
     def send_signal(self, number: int) -> None:
         if self._node.ticket is None:
-            # No agent has started this rank yet.
-            self.code = -number
+            self.code = -number  # no agent has started this rank yet
         self._node.orders.append(("signal", self._member, number))
 
 
@@ -183,8 +182,7 @@ class Nodes:
                 answer = self._answer(ticket, arrival, now, since, start if most else None)
                 if answer is not None:
                     del self._waiting[ticket]
-                    # Before the answer: an admitted agent looks there for its orders.
-                    self._write()
+                    self._write()  # before the answer: an admitted agent looks there for its orders
                     self._store.set(f"answer {ticket}", answer)
         return late
 
@@ -267,8 +265,7 @@ class Nodes:
         say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
         for rank in node.ranks.values():
             if rank.code is None:
-                # The rank may still run if only the network failed.
-                rank.send_signal(signal.SIGKILL)
+                rank.send_signal(signal.SIGKILL)  # it may still run if only the network failed
                 rank.code = -signal.SIGKILL
 
     def _write(self) -> None:

@@ -92,8 +92,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         code = 1
     flush(sys.stdout)
     if code:
-        # The destructors of MPI and gloo wait for peers, which wait for this rank.
-        os._exit(code)
+        os._exit(code)  # the destructors of MPI and gloo wait for peers, which wait for this rank
     # MPI is finalised when Python tears down its modules.
     if environment.launcher() != "none" and "mpi4py" not in sys.modules:
         _end()

@@ -81,8 +81,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Closes the listener. Idempotent."""
-        # Wakes the thread in `accept`, which would keep the socket open.
-        with suppress(OSError):
+        with suppress(OSError):  # wakes the thread in `accept`, which would keep the socket open
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -197,8 +196,7 @@ def check(connection: socket.socket, secret: bytes) -> None:
     proof = _receive(connection, _PROOF_BYTES, end)
     if not hmac.compare_digest(proof, _proof(secret, b"machine", both)):
         raise StrangerError("it does not know the secret")
-    # Sent last: a stranger gets no proof to work on.
-    connection.sendall(_proof(secret, b"machine 0", both))
+    connection.sendall(_proof(secret, b"machine 0", both))  # last: a stranger gets none
     connection.settimeout(None)
 
 

@@ -232,8 +232,7 @@ def _run_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
         lock = os.open(name, os.O_RDONLY)
         try:
-            # The kernel drops the lock when this process ends.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it when this process ends
             yield Path(name)
         finally:
             os.close(lock)
