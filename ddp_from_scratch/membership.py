@@ -72,8 +72,7 @@ class Membership:
         self._said = Member()
         self._generation = Generation()
         self._connect_s = _CONNECT_S
-        # True on rank 0, unless this is the first group of the job's first process.
-        self.took_over = False
+        self.took_over = False  # true on rank 0, but not in the first process's first group
 
     @property
     def in_group(self) -> bool:
@@ -124,8 +123,7 @@ class Membership:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Closes the group, so that peers that wait for this rank fail at once."""
-        # The group closes with its last reference, and the frames of an error hold many.
-        drop_tracebacks(error)
+        drop_tracebacks(error)  # the group closes with its last reference, and frames hold many
         if dist.is_initialized():
             close_default_group()
 

@@ -107,9 +107,7 @@ register()
 
 
 # By gloo group, the node group that reduces in its place; None if no ranks share memory.
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupNode | None] = (
-    weakref.WeakKeyDictionary()
-)
+_beside = weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupNode | None]()
 
 
 def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:

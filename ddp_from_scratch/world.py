@@ -145,8 +145,7 @@ def _close_at_exit() -> None:
 
 def _meet_in_mpi(backend: str) -> Placement:
     """Returns this process's place in its MPI job, where all ranks must want one backend."""
-    # The import starts MPI, which only this backend and mpirun's ranks may do.
-    from ddp_from_scratch import mpi
+    from ddp_from_scratch import mpi  # starts MPI, as only this backend and mpirun's ranks may
 
     mpi.check_launcher()
     place = mpi.placement()
@@ -208,17 +207,14 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             # An earlier group of the same processes has left keys that must not be read again.
             store = dist.PrefixStore(f"group {next(_opened)}", store)
             _meet_in_store(store, backend, placement, device, timeout)
-        environment.choose_interface(placement)  # gloo and nccl read it as the group opens
-        if gpu.is_gpu(device):
+        environment.choose_interface(placement)  # read by gloo and nccl as the group opens
+        own_gpu = device if gpu.is_gpu(device) else None
+        if own_gpu is not None:
             # After a timeout nccl waits for a dump, by default for a minute, and kills the process.
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        rank, size = placement.rank, placement.world_size
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=timeout,
-            device_id=device if gpu.is_gpu(device) else None,
+            backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own_gpu
         )
         if backend == "gloo":
             dist.barrier()  # or gloo logs errors on ranks that still connect as another exits

@@ -194,14 +194,12 @@ class CheckedBarrier:
     def _exchange(self, parity: int) -> None:
         if self.rank == 0:
             own = self._memory.fingerprints[0][parity]
-            # Other machines see this fingerprint alone, so it must show that places differ here, by
-            # one that no rank gives.
+            # Other machines see this one alone: a place that no rank gives shows that ours differ.
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
                 own[bytes(own).index(b"\n") + 1] = ord("*")
             heard = self._memory.heard[parity].reshape(-1).data
             arrived = self._nodes.peers.begin_allgather(own, heard)
-            # Polled with growing pauses, since no semaphore reaches another machine.
-            pause = 1e-5
+            pause = 1e-5  # polled with growing pauses, since no semaphore reaches another machine
             while True:
                 try:
                     if arrived():
@@ -209,8 +207,7 @@ class CheckedBarrier:
                 except RuntimeError:  # gloo has the same timeout, and may raise first
                     if time.monotonic() <= self._deadline:
                         raise
-                # A lost machine does not end the request either.
-                if time.monotonic() > self._deadline:
+                if time.monotonic() > self._deadline:  # a lost machine does not end it either
                     raise self._time_out()
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)
@@ -255,8 +252,7 @@ class CheckedBarrier:
         # Not at once: a rank that leaves after the same step may already have left.
         if time.monotonic() > self._since + _CHECK_EVERY and self._is_broken():
             raise self._give_up("a rank of the group was lost")
-        # While a rank is missing, wait for the deadline, whose error names that rank.
-        if not self.missing:
+        if not self.missing:  # else wait for the deadline, whose error names that rank
             self._check_given_up()
 
     def _check_given_up(self) -> None:
@@ -273,9 +269,8 @@ class CheckedBarrier:
         return self.fail(text)
 
     def _time_out(self) -> CommunicationError:
-        return self._give_up(
-            f"the timeout of {self._timeout:g} s passed without {self.missing_names}"
-        )
+        text = f"the timeout of {self._timeout:g} s passed without {self.missing_names}"
+        return self._give_up(text)
 
 
 def _lost_text(ranks: set[int]) -> str:

@@ -77,8 +77,7 @@ class P2PWork(dist.Work):
         if problem is not None:
             self._error = CommunicationError(f"{self._name} failed: {problem}")
         self._done = True
-        # The caller may keep the handle for long, which must not keep the tensors alive.
-        del self._tensors
+        del self._tensors  # a handle that is kept for long must not keep them alive
         _under_way.discard(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:

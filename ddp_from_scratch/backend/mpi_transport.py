@@ -131,8 +131,7 @@ def is_placeholder(store: dist.Store) -> bool:
 COUNTABLE = 2**31 - 2**20  # bytes; most MPIs count in 32 bits
 BLOCK = 2**30
 
-# Programs use lower tags for their own messages on the same communicator.
-_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
+_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1  # programs use lower ones
 
 
 def message(tensor: torch.Tensor) -> Any:

@@ -15,8 +15,7 @@ from functools import lru_cache
 
 import torch
 
-# Dispatch modes under which torch traces operations instead of computing them.
-_TRACING = tuple(
+_TRACING = tuple(  # dispatch modes under which torch traces instead of computing
     getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")
 )
 _INSTEAD = "use torch.distributed._functional_collectives there, or leave it out of what is traced"

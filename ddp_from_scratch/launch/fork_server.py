@@ -56,8 +56,7 @@ class ForkServer:
         self._ranks: list[ForkedRank] = []
         # The server's exit code if it has exited before its ranks (-N after signal N), else None.
         self.returncode: int | None = None
-        # The `with` closes this copy, which would hide the end of file when the server dies.
-        with theirs:
+        with theirs:  # closes this copy, which would hide the end of file when the server dies
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-c", _SERVE.format(__name__), _PACKAGES),
@@ -71,8 +70,7 @@ class ForkServer:
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> "ForkedRank":
         """Requests a rank. Waits neither for it nor for the server's imports."""
         rank = ForkedRank(self)
-        # `receive` notices a server that has exited and gives every rank its exit code.
-        with suppress(OSError):
+        with suppress(OSError):  # `receive` notices a server that has exited
             self._connection.send((len(self._ranks), list(command), dict(environ)))
         self._ranks.append(rank)
         return rank
@@ -120,11 +118,10 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal. If the rank is not forked yet, kills the server instead."""
         if self.poll() is not None:
             return
         if self.pid is None:
-            self._server.kill()  # the request cannot be withdrawn: it would still fork
+            self._server.kill()  # the request cannot be withdrawn: the server would still fork
             self.returncode = -number
         else:
             os.kill(self.pid, number)
@@ -139,7 +136,7 @@ def serve() -> None:
     connection = Connection(int(file))
     # A rank that calls `exec` must not inherit the connection.
     os.set_inheritable(connection.fileno(), False)
-    die_with(int(caller))  # set before the imports, which take seconds
+    die_with(int(caller))  # before the imports, which take seconds
     for name in ("torch", *preload):
         import_module(name)
     sys.path.remove(path)
