@@ -173,8 +173,7 @@ def elastic(
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")
-    # Raises without virtual ranks: on fewer ranks a step would have fewer samples.
-    _ = reducer.virtual_rank_range
+    _ = reducer.virtual_rank_range  # raises without it: fewer ranks would see fewer samples
     if any(isinstance(one, torch.optim.Optimizer) for one in others):
         raise TypeError(
             "ddp.elastic takes one optimizer, which steps once in an attempt: give it all "

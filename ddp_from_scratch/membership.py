@@ -60,23 +60,19 @@ class Membership:
 
     Each process begins in a group of its own, so it can build its model without the others. At most
     `most_ranks` ranks can share a step; a collective may take `timeout` seconds.
-
-    Attributes:
-        elastic: True if the job's agent replaces lost ranks. Otherwise there is one generation.
-        took_over: True on rank 0, unless this is the first group of the job's first process.
     """
 
     def __init__(self, world: World, most_ranks: int, timeout: float) -> None:
         self.world, self._most_ranks = world, most_ranks
         self._timeout = timedelta(seconds=timeout)
-        self.elastic = MEMBER in os.environ
+        self.elastic = MEMBER in os.environ  # the agent replaces lost ranks; else one generation
         if self.elastic:
             self._store = job_store()
         self._number = int(os.environ.get(MEMBER, "0"))
         self._said = Member()
         self._generation = Generation()
         self._connect_s = _CONNECT_S
-        self.took_over = False
+        self.took_over = False  # true on rank 0, but not in the first process's first group
 
     @property
     def in_group(self) -> bool:
@@ -127,8 +123,7 @@ class Membership:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Closes the group, so that peers that wait for this rank fail at once."""
-        # The group closes with its last reference, and the frames of an error hold many.
-        drop_tracebacks(error)
+        drop_tracebacks(error)  # the group closes with its last reference, and frames hold many
         if dist.is_initialized():
             close_default_group()
 
@@ -183,8 +178,7 @@ class Membership:
 
 # How a group is closed ----------------------------------------------------------------------------
 
-# No program uses this tag.
-_TAG = 2**31 - 1
+_TAG = 2**31 - 1  # no program uses this tag
 
 _LOOK_S = 0.25
 _PATIENCE_S = 1.0
@@ -197,8 +191,7 @@ def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> 
     def look() -> None:
         while known() is not None and not is_broken():
             time.sleep(_LOOK_S)
-        # Most ranks leave by themselves: at the end of a step, or after an error.
-        time.sleep(_PATIENCE_S)
+        time.sleep(_PATIENCE_S)  # most ranks leave by themselves: after a step or an error
         if (left := known()) is not None and not _ends.is_set():
             _cut_connections(left)
 
@@ -260,8 +253,7 @@ def _cut_connections(group: dist.ProcessGroup) -> None:
 
 
 def _is_used(last: list[dist.ProcessGroup]) -> bool:
-    # The list holds one reference, the argument another.
-    return sys.getrefcount(last[0]) > 2
+    return sys.getrefcount(last[0]) > 2  # the list holds one reference, the argument another
 
 
 def hand_on(state: Any, source: int) -> Any:

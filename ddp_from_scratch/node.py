@@ -20,7 +20,6 @@ from ddp_from_scratch.waiting import may_be_left_behind
 
 # mypy: disable-error-code="override"
 
-
 Gloo = Callable[[], dist.ProcessGroup | None]
 
 
@@ -83,10 +82,8 @@ class ProcessGroupNode(CollectivesGroup):
         """Ends the worker thread and frees the memory. Idempotent."""
         if self._gloo is None:
             return
-        # First, so a second call has nothing to do even if this one fails.
-        self._gloo = None
-        # Not collective: each rank has its own mapping of the memory.
-        self.checked_barrier.leave()
+        self._gloo = None  # first, so a second call has nothing to do even if this one fails
+        self.checked_barrier.leave()  # not collective: each rank has its own mapping
         if self._worker.close(self._timeout.total_seconds()):
             self._free_memory()
             self._nodes.free()
@@ -110,9 +107,7 @@ register()
 
 
 # By gloo group, the node group that reduces in its place; None if no ranks share memory.
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupNode | None] = (
-    weakref.WeakKeyDictionary()
-)
+_beside = weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupNode | None]()
 
 
 def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:

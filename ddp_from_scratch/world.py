@@ -79,8 +79,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
-    # A notebook may run the same cell twice.
-    for world, group in _until_exit:
+    for world, group in _until_exit:  # a notebook may run the same cell twice
         if world.backend == backend and _is_open(group):
             return world
     die_with_parent()
@@ -146,8 +145,7 @@ def _close_at_exit() -> None:
 
 def _meet_in_mpi(backend: str) -> Placement:
     """Returns this process's place in its MPI job, where all ranks must want one backend."""
-    # The import starts MPI, which only this backend and mpirun's ranks may do.
-    from ddp_from_scratch import mpi
+    from ddp_from_scratch import mpi  # starts MPI, as only this backend and mpirun's ranks may
 
     mpi.check_launcher()
     place = mpi.placement()
@@ -209,22 +207,17 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             # An earlier group of the same processes has left keys that must not be read again.
             store = dist.PrefixStore(f"group {next(_opened)}", store)
             _meet_in_store(store, backend, placement, device, timeout)
-        # gloo and nccl read the environment when the group opens.
-        environment.choose_interface(placement)
-        if gpu.is_gpu(device):
+        environment.choose_interface(placement)  # read by gloo and nccl as the group opens
+        own_gpu = device if gpu.is_gpu(device) else None
+        if own_gpu is not None:
             # After a timeout nccl waits for a dump, by default for a minute, and kills the process.
             os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
+        rank, size = placement.rank, placement.world_size
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=timeout,
-            device_id=device if gpu.is_gpu(device) else None,
+            backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own_gpu
         )
         if backend == "gloo":
-            # Or gloo would log errors on ranks that still connect when another one exits.
-            dist.barrier()
+            dist.barrier()  # or gloo logs errors on ranks that still connect as another exits
     except dist.DistNetworkError as error:
         raise UsageError(
             f"cannot reach MASTER_ADDR:MASTER_PORT {os.environ.get('MASTER_ADDR')}:"
@@ -260,14 +253,12 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
     if environment.launcher() == "mpirun":
         from ddp_from_scratch import mpi
 
-        # MPI knows the place and broadcasts the store's address.
-        placement = mpi.placement()
+        placement = mpi.placement()  # MPI knows it, and broadcasts the store's address
         return placement, mpi.store(placement, timeout)
     placement = environment.placement()
     if placement.launcher == "none":
         return placement, dist.HashStore()
-    # A file that only this user can read: no port is opened.
-    if environment.RENDEZVOUS_FILE in os.environ:
+    if environment.RENDEZVOUS_FILE in os.environ:  # only this user can read it: no port is opened
         return placement, _file_store(os.environ[environment.RENDEZVOUS_FILE], placement.world_size)
     if placement.launcher == "torchrun":
         return placement, _torchrun_store(placement, timeout)

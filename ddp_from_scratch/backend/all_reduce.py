@@ -168,8 +168,7 @@ class AllReduce:
             elif not in_place:
                 part.copy_(total)
         if self._nodes.count > 1:
-            # A rank past the owners has an empty share, and so have all its peers.
-            if whole.numel():
+            if whole.numel():  # a rank past the owners has an empty share, and so have its peers
                 _by_messages(self._nodes.peers, whole, across, crossing)
             for part, _, *others in chunks:
                 yield [part, *others], part

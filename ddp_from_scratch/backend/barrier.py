@@ -30,7 +30,6 @@ from ddp_from_scratch.waiting import lost_rank_check, may_be_left_behind
 # are, the smaller are the tensors for which this is the fastest way.
 EAGER_NBYTES = 256 * 1024
 
-
 # By rank, a number in the rank's segment, as an array of one element.
 Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
 
@@ -72,12 +71,10 @@ class BarrierMemory:
         self.heard = each[0]["heard"][0]
 
 
-# Advances messages in flight; returns the seconds until it must be called again.
-Progress = Callable[[], float]
+Progress = Callable[[], float]  # advances messages; returns the seconds until it must run again
 
-# Seconds between checks for lost ranks while a rank sleeps. The second is for elastic jobs.
-_CHECK_EVERY = 0.5
-_CHECK_SOON = 0.02
+_CHECK_EVERY = 0.5  # seconds between checks for lost ranks while a rank sleeps
+_CHECK_SOON = 0.02  # in elastic jobs
 
 
 class CheckedBarrier:
@@ -107,8 +104,7 @@ class CheckedBarrier:
         self._number = 0  # of meetings so far; equal on all ranks in one meeting
         # The number of waits so far, in meetings and after them, and its value at the last meeting.
         self._waits = self._met_at = 0
-        # Of the last meeting, and of each `wait` after it.
-        self._timeout = self._deadline = 0.0
+        self._timeout = self._deadline = 0.0  # of the last meeting, and of each `wait` after it
         # Set once: ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
         self._abandoned = False
@@ -137,8 +133,7 @@ class CheckedBarrier:
         return name_ranks(missing) or "a rank that has stopped"
 
     def _behind(self, numbers: Counters, wait: int) -> list[int]:
-        pairs = zip(self._ranks, numbers, strict=True)
-        return [rank for rank, number in pairs if number[0] < wait]
+        return [rank for rank, number in zip(self._ranks, numbers, strict=True) if number[0] < wait]
 
     def meet(self, operation: str, place: str, timeout: float) -> None:
         """Returns when every rank of the group has arrived.
@@ -199,14 +194,12 @@ class CheckedBarrier:
     def _exchange(self, parity: int) -> None:
         if self.rank == 0:
             own = self._memory.fingerprints[0][parity]
-            # Other machines see this fingerprint alone, so it must show that places differ here, by
-            # one that no rank gives.
+            # Other machines see this one alone: a place that no rank gives shows that ours differ.
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
                 own[bytes(own).index(b"\n") + 1] = ord("*")
             heard = self._memory.heard[parity].reshape(-1).data
             arrived = self._nodes.peers.begin_allgather(own, heard)
-            # Polled with growing pauses, since no semaphore reaches another machine.
-            pause = 1e-5
+            pause = 1e-5  # polled with growing pauses, since no semaphore reaches another machine
             while True:
                 try:
                     if arrived():
@@ -214,8 +207,7 @@ class CheckedBarrier:
                 except RuntimeError:  # gloo has the same timeout, and may raise first
                     if time.monotonic() <= self._deadline:
                         raise
-                # A lost machine does not end the request either.
-                if time.monotonic() > self._deadline:
+                if time.monotonic() > self._deadline:  # a lost machine does not end it either
                     raise self._time_out()
                 time.sleep(pause)
                 pause = min(2 * pause, 1e-3)
@@ -260,8 +252,7 @@ class CheckedBarrier:
         # Not at once: a rank that leaves after the same step may already have left.
         if time.monotonic() > self._since + _CHECK_EVERY and self._is_broken():
             raise self._give_up("a rank of the group was lost")
-        # While a rank is missing, wait for the deadline, whose error names that rank.
-        if not self.missing:
+        if not self.missing:  # else wait for the deadline, whose error names that rank
             self._check_given_up()
 
     def _check_given_up(self) -> None:

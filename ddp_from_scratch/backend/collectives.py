@@ -55,9 +55,8 @@ class CollectivesGroup(SharedMemoryGroup):
             self._reduce_scatter(output, parts, opts.reduceOp)
             for output, parts in zip(outputs, inputs, strict=True)
         ]
-        return self._submit(
-            "reduce_scatter", outputs, opts, operations, chain(*inputs), written=outputs
-        )
+        read = chain(*inputs)
+        return self._submit("reduce_scatter", outputs, opts, operations, read, written=outputs)
 
     def _reduce_scatter(self, output: torch.Tensor, parts: Tensors, op: ReduceOp) -> Operation:
         rank, size = self.rank(), self.size()
@@ -110,12 +109,10 @@ class CollectivesGroup(SharedMemoryGroup):
             check_count("all_gather", "output", parts, self.size())
             check_same("all_gather", tensor, [parts[self.rank()]])
             most = max(part.nbytes for part in parts)
-            operations.append(
-                self._copy(f"all_gather of {size_of(*parts)}", [tensor], parts, most, parts)
-            )
-        return self._submit(
-            "all_gather", inputs, opts, operations, inputs, written=list(chain(*outputs))
-        )
+            text = f"all_gather of {size_of(*parts)}"
+            operations.append(self._copy(text, [tensor], parts, most, parts))
+        written = list(chain(*outputs))
+        return self._submit("all_gather", inputs, opts, operations, inputs, written=written)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
@@ -135,9 +132,8 @@ class CollectivesGroup(SharedMemoryGroup):
             self._all_gather_single(output, tensor)
             for output, tensor in zip(outputs, inputs, strict=True)
         ]
-        return self._submit(
-            "all_gather_into_tensor", inputs, opts, operations, inputs, written=outputs
-        )
+        kind = "all_gather_into_tensor"
+        return self._submit(kind, inputs, opts, operations, inputs, written=outputs)
 
     def _all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
         numel = tensor.numel() * self.size()
@@ -170,10 +166,9 @@ class CollectivesGroup(SharedMemoryGroup):
         return self._submit("gather", inputs, opts, [operation], inputs, written=parts)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
-        root = opts.rootRank == self.rank()
-        return self.gather(
-            [output.view(-1).tensor_split(self.size())] if root else [], [input], opts
-        )
+        is_root = opts.rootRank == self.rank()
+        parts = [output.view(-1).tensor_split(self.size())] if is_root else []
+        return self.gather(parts, [input], opts)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> dist.Work:
         (tensor,), root, size = outputs, opts.rootRank, self.size()

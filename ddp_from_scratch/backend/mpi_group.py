@@ -27,8 +27,7 @@ from ddp_from_scratch.backend.process_group import Tensors
 from ddp_from_scratch.backend.transport import write_back
 from ddp_from_scratch.errors import CommunicationError
 
-# Seconds between two tests of the messages in flight.
-PAUSE = 1e-3
+PAUSE = 1e-3  # seconds between two tests of the messages in flight
 
 
 class P2PWork(dist.Work):
@@ -43,8 +42,7 @@ class P2PWork(dist.Work):
         into: torch.Tensor | None = None,
     ) -> None:
         super().__init__()
-        self._name, self._timeout = name, timeout
-        self._request = request
+        self._name, self._timeout, self._request = name, timeout, request
         self._tensors = dense, into
         self._status = MPI.Status()
         self._error: CommunicationError | None = None
@@ -79,8 +77,7 @@ class P2PWork(dist.Work):
         if problem is not None:
             self._error = CommunicationError(f"{self._name} failed: {problem}")
         self._done = True
-        # The caller may keep the handle for long, which must not keep the tensors alive.
-        del self._tensors
+        del self._tensors  # a handle that is kept for long must not keep them alive
         _under_way.discard(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -94,8 +91,7 @@ class P2PWork(dist.Work):
                     f"{self._name} did not end within {limit:g} s: "
                     f"the other rank has not called its part, or has stopped"
                 )
-            # No pause at first, since most messages arrive at once.
-            if waited > PAUSE:
+            if waited > PAUSE:  # no pause at first, since most messages arrive at once
                 progress()
                 time.sleep(1e-4)
         if self._error is not None:

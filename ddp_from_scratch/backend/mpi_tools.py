@@ -28,25 +28,10 @@ Run = Callable[[str, tuple[Any, ...]], dist.Work]
 
 # The calls that torch's group passes to a Python backend. It does not pass `gather_single`.
 CALLS = (
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
+    *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced"),
+    *("allreduce", "allreduce_coalesced", "alltoall", "all_to_all_single"),
+    *("barrier", "broadcast", "gather", "scatter", "send", "recv", "recv_anysource"),
+    *("reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
 )
 
 
@@ -54,11 +39,8 @@ class TorchBackend(c10d.Backend):
     """A backend that passes the name and the arguments of each call to `run`."""
 
     # Without these attributes, torch recurses endlessly when it asks a Python backend for them.
-    supports_coalescing = False
-    supports_splitting = False
-    supports_shrinking = False
-    supports_reconfigure = False
-    supports_window = False
+    supports_coalescing = supports_splitting = supports_shrinking = False
+    supports_reconfigure = supports_window = False
     options: Any = None
 
     def __init__(self, name: str, rank: int, size: int, run: Run) -> None:

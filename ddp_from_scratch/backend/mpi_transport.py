@@ -128,12 +128,10 @@ def is_placeholder(store: dist.Store) -> bool:
     return type(store) is dist.Store
 
 
-# Bytes; most MPIs count in 32 bits.
-COUNTABLE = 2**31 - 2**20
+COUNTABLE = 2**31 - 2**20  # bytes; most MPIs count in 32 bits
 BLOCK = 2**30
 
-# Programs use lower tags for their own messages on the same communicator.
-_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1
+_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1  # programs use lower ones
 
 
 def message(tensor: torch.Tensor) -> Any:
@@ -170,8 +168,7 @@ class MPITransport:
         return MPITransport(cast(MPI.Intracomm, self.handle.Split(color)))
 
     def split_by_machine(self) -> "MPITransport":
-        here = self.handle.Split_type(MPI.COMM_TYPE_SHARED)
-        return MPITransport(cast(MPI.Intracomm, here))
+        return MPITransport(cast(MPI.Intracomm, self.handle.Split_type(MPI.COMM_TYPE_SHARED)))
 
     def free(self) -> None:
         self.handle.Free()

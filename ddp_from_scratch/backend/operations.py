@@ -15,8 +15,7 @@ from functools import lru_cache
 
 import torch
 
-# Dispatch modes under which torch traces operations instead of computing them.
-_TRACING = tuple(
+_TRACING = tuple(  # dispatch modes under which torch traces instead of computing
     getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL")
 )
 _INSTEAD = "use torch.distributed._functional_collectives there, or leave it out of what is traced"
@@ -31,8 +30,7 @@ def _bits(*names: str) -> int:
 # others under functionalize and vmap, and lazily negated or conjugated views.
 _TRANSFORMED = _bits("Python", "Functionalize", "FuncTorchBatched")
 _LAZY = _bits("Negative", "Conjugate")
-# The keys of a plain CPU tensor.
-PLAIN = _bits("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")
+PLAIN = _bits("CPU", "ADInplaceOrView", "AutogradCPU", "AutocastCPU")  # a plain CPU tensor's
 
 _OVERLAPS = 1  # torch's MemOverlap::Yes
 
@@ -126,9 +124,7 @@ FINGERPRINT_NBYTES = 256
 
 
 class _Caller(threading.local):
-    """The caller for whom this thread starts collectives, such as ` for bucket 0 of Reducer 2`."""
-
-    suffix = ""
+    suffix = ""  # for whom this thread starts collectives: ` for bucket 0 of Reducer 2`
 
 
 caller = _Caller()

@@ -56,9 +56,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._reduce_here = self._reduce  # for `average_on_machine`
         if self.machines > 1:
             here = self._nodes.here
-            self._reduce_here = AllReduce(
-                here, self.checked_barrier, self._windows, Stage(here, self.checked_barrier)
-            )
+            stage = Stage(here, self.checked_barrier)
+            self._reduce_here = AllReduce(here, self.checked_barrier, self._windows, stage)
         self._exchange = Exchange(self._nodes, self.checked_barrier, self._stage)
         # Cached, since making the text takes as long as summing a small tensor.
         self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
@@ -186,10 +185,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             if not isinstance(error.__cause__, NoSharedMemory):
                 raise
             if self.checked_barrier.rank == 0:
-                warnings.warn(
-                    f"gradients lie in ordinary memory, which costs two copies: {error.__cause__}",
-                    stacklevel=2,
-                )
+                text = "gradients lie in ordinary memory, which costs two copies"
+                warnings.warn(f"{text}: {error.__cause__}", stacklevel=2)
             return torch.empty(size, dtype=dtype)
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

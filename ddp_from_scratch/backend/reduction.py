@@ -14,11 +14,9 @@ Combine = Callable[..., torch.Tensor]
 # Elements per call: few enough to stay in the processor's cache, enough to make a call worth it.
 CHUNK = 256 * 1024
 
-# Reduced in float32, so a fold rounds only once.
-WIDENED = (torch.float16, torch.bfloat16)
+WIDENED = (torch.float16, torch.bfloat16)  # reduced in float32, so a fold rounds only once
 
-# torch cannot add other dtypes on a CPU, or only some of them.
-REDUCED = (
+REDUCED = (  # torch cannot add other dtypes on a CPU, or only some of them
     *WIDENED,
     *(torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

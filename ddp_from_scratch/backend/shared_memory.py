@@ -27,8 +27,8 @@ SEMAPHORE_NBYTES = 64  # at least sizeof(sem_t), and a cache line, so no two ran
 
 # Seconds for which a rank spins, yielding the core, before it sleeps. Ranks that arrive together
 # meet in about a microsecond, while falling asleep and waking up takes ten to fifty; a rank that
-# computes loses no more than that. If others want the core, the first yield already takes longer
-# than this limit, and a sleeping rank gets the core back sooner than a yielding one.
+# computes loses no more. If others want the core, the first yield already takes longer than this,
+# and a sleeping rank gets the core back sooner than a yielding one.
 _SPIN = 50e-6
 
 # Calls that may sleep release the GIL; the others keep it. Windows cannot load `None`.
@@ -61,8 +61,7 @@ def _sleep(semaphore: ctypes.c_void_p, deadline: float) -> bool:
     return int(_sleeping.sem_timedwait(semaphore, ctypes.byref(until))) == 0
 
 
-# Ranks that learn of one another in a round.
-_WAYS = 4
+_WAYS = 4  # ranks that learn of one another in a round
 
 
 class DisseminationBarrier:
@@ -139,14 +138,11 @@ class SharedMemory:
     def __init__(self, node: Transport, nbytes: int) -> None:
         sizes = node.allgather(nbytes)
         # Segments share no page, since a page lies near the processor that first writes to it.
-        *begins, end = accumulate(
-            (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes), initial=0
-        )
+        whole_pages = (-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
+        *begins, end = accumulate(whole_pages, initial=0)
         memory = _map(node, max(end, mmap.PAGESIZE))
-        self._arrays = [
-            np.frombuffer(memory, np.uint8, size, begin)
-            for size, begin in zip(sizes, begins, strict=True)
-        ]
+        places = zip(sizes, begins, strict=True)
+        self._arrays = [np.frombuffer(memory, np.uint8, size, begin) for size, begin in places]
         self.addresses = [array.ctypes.data for array in self._arrays]
         self._taken: weakref.ref[np.ndarray[Any, Any]] | None = None
         self.segments = [torch.from_numpy(array) for array in self._arrays]
@@ -154,10 +150,9 @@ class SharedMemory:
     @LASTING
     def take(self, rank: int) -> torch.Tensor:
         """Returns a rank's segment, which is in use while a tensor lies in it. Called once."""
-        # Only the tensor and its views own the array from now on.
         self._taken = weakref.ref(self._arrays[rank])
         taken, self.segments[rank] = self.segments[rank], torch.empty(0, dtype=torch.uint8)
-        self._arrays.clear()
+        self._arrays.clear()  # only the tensor and its views own the array from now on
         return taken
 
     @property
@@ -253,8 +248,7 @@ class Nodes:
             shared = False
             if here.rank == 0:
                 warnings.warn(f"messages take the place of shared memory: {error}", stacklevel=2)
-        # If containers on a machine cannot share memory, each rank counts as a machine.
-        node = here.split(0 if shared else here.rank)
+        node = here.split(0 if shared else here.rank)  # else each rank counts as a machine
         here.free()
         peers = everyone.split(node.rank)
         # Every machine has a first rank, whose peers are as many as the machines.

@@ -20,6 +20,9 @@ PIECE_ACROSS = 4 * 1024 * 1024
 
 _SLOTS = 3
 
+# Where each piece begins, and its bytes on each rank.
+Pieces = Iterable[tuple[int, list[torch.Tensor]]]
+
 
 class Stage:
     """Shared memory that a machine's ranks pass tensors through, a piece at a time.
@@ -78,8 +81,7 @@ class Stage:
             if number + 1 < len(self._pieces):
                 self._copy_in(self._pieces[number + 1])
             self._barrier.wait()
-            # All owners have written their results to the first rank's part.
-            piece.copy_(parts[0])
+            piece.copy_(parts[0])  # all owners have written to the first rank's part
 
     def take(self) -> torch.Tensor:
         """Returns the reduced tensor: the argument of `fill`, or a dense copy of it."""
@@ -87,9 +89,7 @@ class Stage:
         assert dense is not None, "the stage is empty"
         return dense
 
-    def publish(
-        self, sent: Sequence[torch.Tensor], most: int
-    ) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    def publish(self, sent: Sequence[torch.Tensor], most: int) -> Pieces:
         """Yields where each piece of `sent` begins, and every rank's; none has more than `most`."""
         for begin in range(0, most, self._nbytes):
             parts, _ = self._views(self._nbytes, torch.uint8, self._slot)
@@ -192,8 +192,7 @@ class Exchange:
             reduction.fold_into(result, everybodys)
             return
         end, itemsize = begin + result.nbytes, result.itemsize
-        # Piece by piece, so that memory for all ranks' tensors is not needed.
-        for at, parts in pieces:
+        for at, parts in pieces:  # needs no memory for all ranks' tensors
             first, last = max(begin, at), min(end, at + parts[0].numel())
             if first < last:
                 reduction.fold_into(
@@ -217,14 +216,11 @@ class Exchange:
         write_back(dense, tensor)
 
     def _is_eager(self, most: int) -> bool:
-        """True if so many bytes from each rank fit into the eager buffers of a meeting."""
         # Ranks on other machines cannot read the eager buffers.
         return self._nodes.count == 1 and most <= self._barrier.eager_nbytes
 
-    def _pieces(
-        self, sent: Sequence[torch.Tensor], most: int, prepared: bool
-    ) -> Iterable[tuple[int, list[torch.Tensor]]] | None:
-        """Returns where each piece begins, and its bytes on each rank; None to send messages."""
+    def _pieces(self, sent: Sequence[torch.Tensor], most: int, prepared: bool) -> Pieces | None:
+        """Returns the pieces that all ranks send; None to send messages."""
         if prepared and self._is_eager(most):
             return [(0, [pair[self._barrier.parity] for pair in self._barrier.eager])]
         if self._nodes.count > 1 or not self._stage.open():
@@ -247,8 +243,7 @@ class Windows:
     def __init__(self, node: Transport) -> None:
         self._node = node
         self._others = [rank for rank in range(node.size) if rank != node.rank]
-        # By address of the owner's segment. Addresses differ between ranks, so the ranks name a
-        # window by its number, the same everywhere.
+        # By address of the owner's segment, which differs between ranks; the numbers are the same.
         self._memories: dict[int, tuple[int, SharedMemory]] = {}
         self._made = 0
 
@@ -278,10 +273,8 @@ class Windows:
         address = tensor.untyped_storage().data_ptr()
         _, memory = self._memories[address]
         begin = tensor.data_ptr() - address
-        found = [
-            memory.segments[rank][begin : begin + tensor.nbytes].view(tensor.dtype)
-            for rank in self._others
-        ]
+        place = slice(begin, begin + tensor.nbytes)
+        found = [memory.segments[rank][place].view(tensor.dtype) for rank in self._others]
         found.insert(self._node.rank, tensor.view(-1))
         return found
 

@@ -44,10 +44,9 @@ class Transport(Protocol):
     def free(self) -> None: ...
 
     def begin_allgather(self, own: memoryview, gathered: memoryview) -> Callable[[], bool]:
-        """Starts to gather the same number of bytes from every rank.
+        """Starts to gather equal numbers of bytes; the result returns True once all have arrived.
 
-        Returns a function that returns True once all have arrived. A caller that stops calling it
-        before that must not use the transport again.
+        A caller that stops calling the result before that must not use the transport again.
         """
 
     def exchange(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
@@ -106,8 +105,7 @@ class GlooTransport:
     timeout: timedelta  # of each call
     # This machine's, by world rank, once `split_by_machine` was called.
     processes: ProcessWatch = field(default_factory=lambda: ProcessWatch([]))
-    # The number of calls so far; equal on all ranks in one call.
-    _calls: int = field(default=0, init=False)
+    _calls: int = field(default=0, init=False)  # so far; equal on all ranks in one call
     _opened: dist.ProcessGroup | None = field(default=None, init=False)
 
     @property
@@ -126,10 +124,8 @@ class GlooTransport:
         except dist.DistError as error:
             # Usually rank 0 ended, which hosts the store: its connections close just before that.
             time.sleep(0.1)
-            ended = name_ranks(self.processes.ended())
-            raise CommunicationError(
-                f"{ended or 'the process that keeps the store'} ended without coming to it"
-            ) from error
+            ended = name_ranks(self.processes.ended()) or "the process that keeps the store"
+            raise CommunicationError(f"{ended} ended without coming to it") from error
 
     def _await(self, keys: list[str]) -> None:
         deadline, is_broken = time.monotonic() + self.timeout.total_seconds(), lost_rank_check()

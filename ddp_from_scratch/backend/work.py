@@ -23,20 +23,16 @@ Result = list[torch.Tensor]
 class Operation:
     """This rank's part of a collective. It keeps its tensors alive."""
 
-    # Describes the operation; equal on all ranks, and part of errors.
-    fingerprint: str
-    # Called once all ranks have arrived.
-    run: Callable[[], Result | None]
-    # Called before, in the operation's turn; returns the place of its tensor (`same_place`).
-    prepare: Callable[[], str] = str
+    fingerprint: str  # describes the operation; equal on all ranks, and part of errors
+    run: Callable[[], Result | None]  # called once all ranks have arrived
+    prepare: Callable[[], str] = str  # called before, in turn; returns a place (`same_place`)
 
 
 def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, seconds: float) -> Result:
     """Prepares, meets and runs one operation after another; `seconds` is the timeout of each."""
     result: Result = []
     for operation in operations:
-        # Not before the last operation has ended: both write to the same memory.
-        place = operation.prepare()
+        place = operation.prepare()  # after the last one has ended: both write to the same memory
         try:
             # The timeout starts here, not at the call, since other operations may run first.
             barrier.meet(operation.fingerprint, place, seconds)
@@ -79,8 +75,7 @@ class NodeWork(dist.Work):
         if timeout is not None and timeout > timedelta(0):
             limit = timeout.total_seconds()
         began = time.monotonic()
-        # This thread may be the only one that advances messages in flight.
-        nap = min(self._barrier.progress(), limit)
+        nap = min(self._barrier.progress(), limit)  # perhaps no other thread advances messages
         while not self._ended:
             if self._under_way.acquire(timeout=nap):
                 self._under_way.release()  # for other waiting threads
@@ -138,10 +133,7 @@ class Worker:
         _running.add(self)
 
     def submit(self, work: NodeWork, run: Run, at_once: bool) -> NodeWork:
-        """Runs `run` after the operations submitted before, then completes its handle `work`.
-
-        `at_once` allows this thread to run it, for a caller that waits for it anyway.
-        """
+        """Runs `run` in its turn, in this thread if `at_once` allows, then completes `work`."""
         if self._closed:
             raise RuntimeError("the process group is closed")
         # Only if nothing is queued, or the order would differ between ranks.

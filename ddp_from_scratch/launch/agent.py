@@ -31,7 +31,6 @@ _POLL_S = 0.05
 _STOPPED_S = 5.0  # a rank of an elastic job counts as lost after SIGSTOP for this long
 _GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
-
 # A rank, or mpirun. `pid` is None for a rank on another machine.
 Child: TypeAlias = subprocess.Popen[bytes] | ForkedRank | FarRank
 
@@ -73,15 +72,12 @@ class Agent:
         handlers = {number: signal.signal(number, self._remember) for number in numbers}
         code = 1
         try:
-            # 1. Start
             if can_fork(self._command):
                 self._server = ForkServer(self._preload)
             for member in self._at_start:
                 self._start(member)
-            # 2. Watch
             code = self._watch()
         finally:
-            # 3. End
             self._end_all()
             if self._peers is not None:
                 self._peers.close(code)

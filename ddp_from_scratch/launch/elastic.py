@@ -72,8 +72,7 @@ class JobStore:
     def say(self, number: int, member: Member) -> None:
         """Writes the report of process `number`. The agent writes an empty one before the start."""
         self._store.set(f"member {number}", json.dumps(member))
-        # The reply confirms the arrival: the process may exit now.
-        self._store.get(f"member {number}")
+        self._store.get(f"member {number}")  # the reply confirms the arrival: it may exit
 
 
 class FileStore:
@@ -108,9 +107,8 @@ class ElasticAgent(Agent):
         everyone = range(len(self._machines))
         super().__init__(command, environment, everyone, preload, nodes)
         self._max_restarts, self._store, self._nodes = max_restarts, store, nodes
-        # The numbers of the running processes, and each one's last report.
-        self._living: set[int] = set(everyone)
-        self._said: dict[int, Member] = {}
+        self._living: set[int] = set(everyone)  # the numbers of the running processes
+        self._said: dict[int, Member] = {}  # each one's last report
         self._generation, self._announced_at = Generation(), 0.0
         store.announce(self._generation)
         self._ended_well = False
@@ -176,8 +174,7 @@ class ElasticAgent(Agent):
         if code - 128 in STOPS and not self._received:
             self._received.append(code - 128)
         if self._received:
-            # As in `Agent._watch`.
-            died = code < 0 and member in self._generation.members
+            died = code < 0 and member in self._generation.members  # as in `Agent._watch`
             return self._stopped() if died or not self._living else None
         if self._server_code() is not None:
             return self._failed(member, code)
@@ -203,8 +200,7 @@ class ElasticAgent(Agent):
         if code == _USAGE or not self._living:
             return self._failed(member, code)
         then = ""
-        # A lost machine gets its ranks back when it rejoins.
-        if not is_lost:
+        if not is_lost:  # a lost machine gets its ranks back when it rejoins
             self._last_failure = failure
             self._failures += 1
             then = f"; no replacement is left of {self._max_restarts}"
@@ -232,8 +228,7 @@ class ElasticAgent(Agent):
         number, members, *_ = self._generation
         present = self._living & set(members)
         asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
-        # A process that exited with 0 counts as lost only if its peers wait for it to arrive.
-        lost = any(
+        lost = any(  # one that exited with 0 counts only if its peers wait for it to arrive
             self._children[member].poll() or self._store.member(member).arrived < number
             for member in set(members) - present
         )

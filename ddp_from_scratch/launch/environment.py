@@ -99,14 +99,9 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
                 f"SLURM_STEP_TASKS_PER_NODE is {tasks!r}, expected a count for each node up to "
                 f"SLURM_NODEID={node}: start with srun"
             )
-        return Placement(
-            number(environ, "SLURM_PROCID"),
-            number(environ, "SLURM_STEP_NUM_TASKS"),
-            number(environ, "SLURM_LOCALID"),
-            counts[node],
-            node,
-            by,
-        )
+        own = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+        rank, size, local_rank = (number(environ, name) for name in own)
+        return Placement(rank, size, local_rank, counts[node], node, by)
     return ALONE
 
 
@@ -143,8 +138,7 @@ def slurm_tasks_per_node(text: str) -> list[int]:
 
 def slurm_first_host(nodes: str) -> str:
     """Returns the first host of Slurm's node list: gpu03 for "gpu[03-05,9],login"."""
-    # A comma outside brackets ends the first name.
-    first = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", nodes)
+    first = re.match(r"(?:[^,\[\]]|\[\d[^\]]*\])+", nodes)  # a comma outside brackets ends it
     if first is None:
         raise UsageError(f"cannot read SLURM_STEP_NODELIST={nodes!r}: set MASTER_ADDR instead")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
@@ -175,8 +169,7 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
 
 def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, str]]:
     """Returns the variables that torchrun would set for each process of one machine."""
-    # With counts 8,2 machine 1 holds ranks 8 and 9.
-    first = sum(counts[:node_rank])
+    first = sum(counts[:node_rank])  # with counts 8,2 machine 1 holds ranks 8 and 9
     return [
         {
             "RANK": str(first + local_rank),
@@ -207,8 +200,7 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
-    # Open MPI refuses to run as root without both; this process is root already.
-    if os.getuid() == 0:
+    if os.getuid() == 0:  # Open MPI refuses to run as root without both
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [mpirun, "-n", str(nproc), *command], defaults
 
@@ -235,8 +227,7 @@ def choose_interface(placement: Placement) -> None:
             return
         names = (name for _, name in socket.if_nameindex())
         found = next((name for name in names if _address(name) == address), None)
-        # NCCL bootstraps here; data still uses InfiniBand if there is any. NCCL matches a name as a
-        # prefix unless it follows "=".
+        # NCCL only bootstraps here if there is InfiniBand. Without "=" a name would be a prefix.
         nccl = f"={found}"
     if found is not None and nccl is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)

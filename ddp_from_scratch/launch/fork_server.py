@@ -56,8 +56,7 @@ class ForkServer:
         self._ranks: list[ForkedRank] = []
         # The server's exit code if it has exited before its ranks (-N after signal N), else None.
         self.returncode: int | None = None
-        # The `with` closes this copy, which would hide the end of file when the server dies.
-        with theirs:
+        with theirs:  # closes this copy, which would hide the end of file when the server dies
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-c", _SERVE.format(__name__), _PACKAGES),
@@ -65,15 +64,13 @@ class ForkServer:
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # The agent forwards the terminal's Ctrl-C.
-                start_new_session=True,
+                start_new_session=True,  # the agent forwards the terminal's Ctrl-C
             )
 
     def start(self, command: Sequence[str], environ: Mapping[str, str]) -> "ForkedRank":
         """Requests a rank. Waits neither for it nor for the server's imports."""
         rank = ForkedRank(self)
-        # `receive` notices a server that has exited and gives every rank its exit code.
-        with suppress(OSError):
+        with suppress(OSError):  # `receive` notices a server that has exited
             self._connection.send((len(self._ranks), list(command), dict(environ)))
         self._ranks.append(rank)
         return rank
@@ -121,12 +118,10 @@ class ForkedRank:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Sends a signal. If the rank is not forked yet, kills the server instead."""
         if self.poll() is not None:
             return
         if self.pid is None:
-            # The request cannot be withdrawn: the server would still fork the rank.
-            self._server.kill()
+            self._server.kill()  # the request cannot be withdrawn: the server would still fork
             self.returncode = -number
         else:
             os.kill(self.pid, number)
@@ -141,13 +136,11 @@ def serve() -> None:
     connection = Connection(int(file))
     # A rank that calls `exec` must not inherit the connection.
     os.set_inheritable(connection.fileno(), False)
-    # Set before the imports, which take seconds.
-    die_with(int(caller))
+    die_with(int(caller))  # before the imports, which take seconds
     for name in ("torch", *preload):
         import_module(name)
     sys.path.remove(path)
-    # A collection would write to the pages of torch's objects, and so copy them in every rank.
-    gc.collect()
+    gc.collect()  # later it would write to, and so copy, torch's pages in every rank
     gc.freeze()
     _run(_serve(connection))
 
@@ -206,8 +199,7 @@ def _begin_rank(server: int, environ: dict[str, str]) -> None:
     os.environ.update(environ)
     if PARENT in environ:
         os.environ[PARENT] = str(server)
-    # Unfreeze for the last collection, or triton's classes count as leaked.
-    atexit.register(gc.unfreeze)
+    atexit.register(gc.unfreeze)  # or triton's classes count as leaked
     # Python reseeds its own generator at a fork, and torch's is the same in every new process.
     if "numpy" in sys.modules:
         import_module("numpy.random").seed()

@@ -61,15 +61,13 @@ class FarRank:
         return self.code
 
     def wait(self) -> int:
-        """Returns the exit code once the rank has ended or its machine is lost."""
         while (code := self.poll()) is None and not self._node.lost:
             time.sleep(EXCHANGE_S)
         return -signal.SIGKILL if code is None else code
 
     def send_signal(self, number: int) -> None:
         if self._node.ticket is None:
-            # No agent has started this rank yet.
-            self.code = -number
+            self.code = -number  # no agent has started this rank yet
         self._node.orders.append(("signal", self._member, number))
 
 
@@ -91,9 +89,8 @@ class Nodes:
         self._counts, self._at_start, self._timeout = list(counts), len(counts), timeout
         now = time.monotonic()
         self._nodes = {number: Node(now) for number in range(1, len(counts))}
-        # The time of arrival of each ticket without an answer; and the last ticket.
-        self._waiting: dict[int, float] = {}
-        self._drawn = 0
+        self._waiting: dict[int, float] = {}  # by ticket without an answer: when it arrived
+        self._drawn = 0  # the last ticket
         self.signals: list[int] = []  # received by other agents; `ElasticAgent` takes them
         self._failure: str | None = None
         self._end: int | None = None
@@ -183,8 +180,7 @@ class Nodes:
                 answer = self._answer(ticket, arrival, now, since, start if most else None)
                 if answer is not None:
                     del self._waiting[ticket]
-                    # Before the answer: an admitted agent looks there for its orders.
-                    self._write()
+                    self._write()  # before the answer: an admitted agent looks there for its orders
                     self._store.set(f"answer {ticket}", answer)
         return late
 
@@ -207,13 +203,12 @@ class Nodes:
                 self._failure = self._failure or f"machine {number}: {there}"
             return refusal
         if number > (there_are := len(self._counts)):
-            # The machine before it may still arrive.
             text = f"--node-rank is {number}, and the next machine that comes is {there_are}"
-            return text if is_late else None
+            return text if is_late else None  # the machine before it may still arrive
         if node is not None and not node.lost:
             if node.ticket is not None:
-                # An agent that restarts at once is not lost yet.
                 text = f"--node-rank {number} was given on two machines"
+                # An agent that restarts at once is not lost yet.
                 return text if is_late or not self._elastic else None
             node.ticket, node.since = ticket, now
             return ""
@@ -235,8 +230,7 @@ class Nodes:
             here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
         there_are = len(self._counts)
-        # In an elastic job a new machine appends its own count to the list; one that rejoins may
-        # not know the counts of machines that came after it.
+        # In an elastic job a new machine appends its count; one that rejoins may lack later ones.
         expected = self._counts + list(counts[there_are : number + 1] if elastic else ())
         if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))
@@ -267,8 +261,7 @@ class Nodes:
         say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
         for rank in node.ranks.values():
             if rank.code is None:
-                # The rank may still run if only the network failed.
-                rank.send_signal(signal.SIGKILL)
+                rank.send_signal(signal.SIGKILL)  # it may still run if only the network failed
                 rank.code = -signal.SIGKILL
 
     def _write(self) -> None:

@@ -39,8 +39,7 @@ def die_with(parent: int) -> None:
 
 def write_to_terminal() -> None:
     """Connects the output of a rank of `start_mpirun` to its terminal. Otherwise a no-op."""
-    # mpirun buffers whole lines, and a progress bar never ends its line.
-    for stream in (1, 2):
+    for stream in (1, 2):  # mpirun buffers whole lines, and a progress bar never ends its line
         path = os.environ.get(f"{environment.TERMINAL}{stream}")
         if path is not None:
             with suppress(OSError):
@@ -66,9 +65,8 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     except PeerError:
         code = 2
     except UsageError as error:
-        # Inside a group the ranks have agreed on who reports. Before that, most often all have the
-        # same error: the first rank reports it, and its exit makes the launcher stop the others. A
-        # rank that is still alive after 5 s has an error of its own.
+        # Inside a group the ranks have agreed on who reports. Before that, most have one error: the
+        # first rank reports it, and its exit ends the others. A rank alive after 5 s has its own.
         if _place()[1] == 1 and not environment.reports_errors():
             time.sleep(5.0)
         _say(f"error: {_printable(str(error))}")
@@ -92,8 +90,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         code = 1
     flush(sys.stdout)
     if code:
-        # The destructors of MPI and gloo wait for peers, which wait for this rank.
-        os._exit(code)
+        os._exit(code)  # the destructors of MPI and gloo wait for peers, which wait for this rank
     # MPI is finalised when Python tears down its modules.
     if environment.launcher() != "none" and "mpi4py" not in sys.modules:
         _end()

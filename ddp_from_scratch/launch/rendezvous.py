@@ -70,8 +70,7 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=inside.detach() if node_rank == 0 else None,
         )
-        # The ranks are clients of this store, like the ranks of torchrun's agent.
-        self.environment = {
+        self.environment = {  # for the ranks, clients of this store as of torchrun's agent
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(local),
             MACHINE_0: addr,
@@ -81,8 +80,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Closes the listener. Idempotent."""
-        # Wakes the thread in `accept`, which would keep the socket open.
-        with suppress(OSError):
+        with suppress(OSError):  # wakes the thread in `accept`, which would keep the socket open
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
@@ -197,8 +195,7 @@ def check(connection: socket.socket, secret: bytes) -> None:
     proof = _receive(connection, _PROOF_BYTES, end)
     if not hmac.compare_digest(proof, _proof(secret, b"machine", both)):
         raise StrangerError("it does not know the secret")
-    # Sent last: a stranger gets no proof to work on.
-    connection.sendall(_proof(secret, b"machine 0", both))
+    connection.sendall(_proof(secret, b"machine 0", both))  # last: a stranger gets none
     connection.settimeout(None)
 
 
@@ -210,8 +207,7 @@ def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.so
             try:
                 connection, _ = listener.accept()
             except OSError:
-                # A closed listener ends the loop; the pause keeps other errors from spinning.
-                time.sleep(_RETRY_S)
+                time.sleep(_RETRY_S)  # a closed listener ends the loop; other errors must not spin
                 continue
             _start(_join, connection, onward)
 
@@ -238,8 +234,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 def _receive(connection: socket.socket, count: int, end: float) -> bytes:
     received = b""
     while len(received) < count:
-        # A timeout of 0 means non-blocking, and a negative one is refused.
-        connection.settimeout(max(end - time.monotonic(), 0.01))
+        connection.settimeout(max(end - time.monotonic(), 0.01))  # 0 would be non-blocking
         data = connection.recv(count - len(received))
         if not data:
             break

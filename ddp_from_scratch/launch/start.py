@@ -118,14 +118,11 @@ def start_ranks(
             ranks = environment.rank_environments(counts, node_rank)
             here = range(len(ranks))
             return Agent(command, lambda at: common | ranks[at], here, preload, nodes or link).run()
-        # Each process has a world of its own until its first generation.
-        (alone,) = environment.rank_environments([1], 0)
+        (alone,) = environment.rank_environments([1], 0)  # its world until its first generation
 
         def environment_of(member: int) -> dict[str, str]:
-            own = {
-                environment.MEMBER: str(member),
-                environment.RENDEZVOUS_FILE: str(folder / f"alone-{member}"),
-            }
+            file = str(folder / f"alone-{member}")
+            own = {environment.MEMBER: str(member), environment.RENDEZVOUS_FILE: file}
             return common | alone | own
 
         if link is not None:
@@ -165,8 +162,7 @@ class _MpirunAgent(Agent):
 
 # A function as a command --------------------------------------------------------------------------
 
-# Restores the caller's path, to import the function's modules, and its arguments.
-_CALL = (
+_CALL = (  # restores the caller's path, to import the function's modules, and its arguments
     "import pickle, sys; path, sys.argv, function = pickle.load(open(sys.argv[1], 'rb')); "
     f"sys.path[:] = path; from {__name__} import call; call(function)"
 )
@@ -232,8 +228,7 @@ def _run_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
         lock = os.open(name, os.O_RDONLY)
         try:
-            # The kernel drops the lock when this process ends.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it when this process ends
             yield Path(name)
         finally:
             os.close(lock)
