@@ -15,11 +15,12 @@ current_pass = torch._C._current_graph_task_id
 
 
 class Hooks:
-    """The hooks of one Reducer on its parameters, then on its module.
+    """The hooks of one Reducer, which is held weakly.
 
     `ready` is called with a weak reference to the Reducer, an index and the parameter, when the
     `.grad` of that parameter is complete, and the bound method `step` before any optimizer steps
-    one of the parameters. `nodes` are the autograd nodes that accumulate their gradients.
+    one of the parameters. `nodes` are the autograd nodes that accumulate their gradients. `handles`
+    are those of the parameters, and then those of its module, which the Reducer adds.
     """
 
     def __init__(
@@ -47,10 +48,6 @@ class Hooks:
         _living[id(self)] = self
         # The parameters may outlive the Reducer, but their hooks must not.
         weakref.finalize(self, _remove_all, self.handles)
-        # These hooks keep the Reducer alive as long as its module.
-        before, after = ModuleHook(reducer, "on_forward"), ModuleHook(reducer, "on_forwarded")
-        self.handles.append(reducer.module.register_forward_pre_hook(before))
-        self.handles.append(reducer.module.register_forward_hook(after))
 
     def replace(self, hooks: Mapping[int, Callable[[torch.Tensor], None]]) -> None:
         """Calls these for their parameters, and `ready` for all others."""
@@ -105,19 +102,3 @@ class EndOfPass:
     def __del__(self) -> None:
         if not self._called and (reducer := self._reducer()) is not None:
             reducer.break_off(self._number)
-
-
-class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
-
-    def __init__(self, reducer: Any = None, phase: str = "") -> None:
-        self._reducer, self._phase = reducer, phase
-
-    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
-        # Traced, this would break a compiled model's graph. The check before a step still runs.
-        if self._reducer is not None and not torch.compiler.is_compiling():
-            for call in self._reducer.calls[self._phase]:
-                call(*outputs)
-
-    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        return ModuleHook, ()  # this Reducer does not average the gradients of a copy

@@ -84,6 +84,10 @@ class CoreReducer(Extensible):
         for extension in extensions:
             self.add_extension(extension)
         self.hooks = Hooks(self, self._ready, self._before_step)
+        # These hooks keep the Reducer alive as long as its module.
+        before, after = ModuleHook(self, "on_forward"), ModuleHook(self, "on_forwarded")
+        self.hooks.handles.append(module.register_forward_pre_hook(before))
+        self.hooks.handles.append(module.register_forward_hook(after))
         self.layout_changed()
 
     # Layout -------------------------------------------------------------------------------------
@@ -398,3 +402,19 @@ class CoreReducer(Extensible):
             f"but the last; where one pass gives it several gradients, or it is used outside of "
             f"the module's forward, use static_graph=True"
         )
+
+
+class ModuleHook:
+    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
+
+    def __init__(self, reducer: CoreReducer | None = None, phase: str = "") -> None:
+        self._reducer, self._phase = reducer, phase
+
+    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
+        # Traced, this would break a compiled model's graph. The check before a step still runs.
+        if self._reducer is not None and not torch.compiler.is_compiling():
+            for call in self._reducer.calls[self._phase]:
+                call(*outputs)
+
+    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
+        return ModuleHook, ()  # this Reducer does not average the gradients of a copy
