@@ -10,8 +10,9 @@ if __name__ == "__main__":
 import os
 import sys
 
-from ddp_from_scratch.launch.rank_process import run_to_exit
+from ddp_from_scratch.launch.rank_process import replace_closed_streams, run_to_exit
 from ddp_from_scratch.training.main import main
 
 if __name__ == "__main__":
+    replace_closed_streams()
     run_to_exit(lambda: main([os.path.abspath(__file__)], sys.argv[1:]))

@@ -128,18 +128,18 @@ def suite_of(module: Any, barrier: Callable[[], object]) -> Any:
     return Suite
 
 
-def outcome(case: Any, name: str) -> str:
+def outcome(case: Any, name: str) -> tuple[str, str]:
     skips = sys.modules["torch.testing._internal.common_distributed"].TEST_SKIPS
     messages = {skip.exit_code: skip.message for skip in skips.values()}
     try:
         getattr(case, name)()
     except unittest.SkipTest as skip:
-        return f"{SKIPPED}: {skip}"
+        return "skip", str(skip)
     except SystemExit as skip:  # torch's way to say so from a rank
-        return f"{SKIPPED}: {messages.get(skip.code, skip.code)}"
+        return "skip", messages.get(skip.code, f"exit code {skip.code}")
     except BaseException:  # noqa: BLE001  # whatever a test raises
-        return traceback.format_exc()
-    return PASSED
+        return "fail", traceback.format_exc()
+    return "pass", ""
 
 
 def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
@@ -165,6 +165,6 @@ def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
         patch.object(suite, "HAS_TORCHVISION", False),  # ResNet-50 on such images
     ):
         torch.manual_seed(0)
-        result = outcome(case, name)
+        state, why = outcome(case, name)
     dist.set_debug_level(level)
-    return result
+    return {"pass": PASSED, "skip": f"{SKIPPED}: {why}", "fail": why}[state]
