@@ -24,6 +24,7 @@ os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.envir
 torch.set_num_threads(1)
 INTERFACES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 SET_BY_THE_USER = set(os.environ)
+SECONDS_A_TEST = 0.2, 0.9  # on average, in the first tier and in the second
 
 
 def pytest_runtest_setup() -> None:
@@ -102,6 +103,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif order != "as written":
         raise pytest.UsageError(f"--crew-order must be random:SEED, got {order!r}")
     tiers.sort(items)
+
+
+def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str:
+    more = config.pluginmanager.get_plugin("terminalreporter").stats.get("deselected", [])
+    seconds = sum(SECONDS_A_TEST[item.get_closest_marker("slow") is not None] for item in items)
+    rest = f"; make test-all has {len(more):,} more" if more else ""
+    return f"{len(items):,} tests, about {max(1, round(seconds / 60))} min on 2 idle cores{rest}"
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
