@@ -109,7 +109,7 @@ def _rendezvous(
     check_world()
     place = placement()
     yield store(place, timeout), place.rank, place.world_size
-    raise RuntimeError("ranks of an MPI job meet once; they cannot meet anew")
+    raise RuntimeError("ranks of an MPI job meet once; they cannot meet a second time")
 
 
 BACKEND = register()

@@ -210,13 +210,13 @@ class Bucket:
         """Copies the pairs whose strides differ; returns the others, for one kernel on a GPU."""
         if [*map(_strides, targets)] == [*map(_strides, sources)]:
             return targets, sources
-        alike: list[tuple[torch.Tensor, torch.Tensor]] = []
+        equal: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
             if target.stride() == source.stride():
-                alike.append((target, source))
+                equal.append((target, source))
             else:
                 target.copy_(source)
-        return [target for target, _ in alike], [source for _, source in alike]
+        return [target for target, _ in equal], [source for _, source in equal]
 
     # Launch -------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ def communicate(reducer: CoreReducer) -> bool:
 
 
 def look_for_layers(reducer: CoreReducer) -> None:
-    """Adds the extension if the module has such layers; it looks again at those of today."""
+    """Adds the extension if the module has such layers; an earlier one is replaced."""
     if (found := reducer.extension(CommunicatingLayers)) is not None:
         reducer.remove_extension(found)
     if layers_with_groups(reducer.module):

@@ -217,7 +217,7 @@ def find_checkpoint(
     if resume == "auto" and folder is not None:
         newest = load_newest(folder)
         if newest is None:
-            report.line(f"no checkpoint in {folder} yet: starting anew")
+            report.line(f"no checkpoint in {folder} yet: starting from the beginning")
             return None
         path, state, complaints = newest
         for complaint in complaints:

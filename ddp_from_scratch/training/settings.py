@@ -212,7 +212,7 @@ class Settings:
     )
     resume: str | None = _kept(
         "continue from FILE, or from the newest whole checkpoint of --checkpoint-dir; auto starts "
-        "anew where there is none",
+        "from the beginning where there is none",
         metavar="auto|FILE",
     )
     log_dir: Path | None = _kept("metrics.jsonl and TensorBoard events", **_FOLDER)

@@ -45,7 +45,7 @@ class Timeline:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError:
             boot = ""
-        # The boot is part of a machine's name, since its clock starts anew with each boot.
+        # The boot is part of a machine's name, since each boot resets its clock.
         self._hosts: list[str] = _gather(f"{socket.gethostname()}/{boot}", self._group)
         self._clocks = clock_offsets(self._hosts, self._group)
         self._recorder = BucketRecorder(reducer, skip, self._at_average)
