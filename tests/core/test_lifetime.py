@@ -1,6 +1,7 @@
 """no_sync, passes that are broken off, removal, copies and the end of a Reducer."""
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -67,12 +68,14 @@ def test_a_pass_broken_off_is_followed_by_a_right_one_or_error(ranks, where, aga
     assert one or where != "p3" or again == "after accumulating"
 
 
+@pytest.mark.parametrize("small", [0, 2**15], ids=["packed early", "packed late"])
 @each_view
 @on("gloo-2")
-def test_a_pass_that_is_broken_off_takes_no_gradient_away(world, view):
+def test_a_pass_that_is_broken_off_takes_no_gradient_away(world, view, small):
     """What was accumulated under no_sync() is for the next Reducer to average."""
     model = Terms(1, 2)
-    reducer = Reducer(model, overlap=False, gradient_as_bucket_view=view)
+    with patch("ddp_from_scratch.core.bucket._SMALL", small):
+        reducer = Reducer(model, overlap=False, gradient_as_bucket_view=view)
     with reducer.no_sync():
         model(own(world)).backward()
     handle = model.p0.register_hook(lambda _: 1 / 0)

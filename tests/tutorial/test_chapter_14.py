@@ -50,6 +50,7 @@ def test_its_output_is_what_the_page_shows(launcher, tmp_path):
     assert (tmp_path / "under_mpi.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_process_group_closes(tmp_path):
     """A thread of gloo that outlives the group can abort the process as it exits."""
     program = tmp_path / "program.py"
