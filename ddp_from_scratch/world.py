@@ -34,12 +34,19 @@ _opened = count()
 class World(Placement):
     """This process among all that train together. As a context manager, closes the group on exit.
 
-    `Placement` has its numbers: `rank`, `world_size`, `local_rank` (with nccl also the index of its
-    GPU), `local_world_size` and `node_rank`.
+    Attributes:
+        rank: number of this process, 0 to world_size - 1.
+        world_size: number of processes.
+        local_rank: number of this process on its machine; with nccl also the index of its GPU.
+        local_world_size: number of processes on this machine.
+        node_rank: number of this machine.
+        launcher: "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none".
+        backend: "gloo", "nccl" or "mpi".
+        device: where the model and its inputs belong.
     """
 
-    backend: str  # "gloo", "nccl" or "mpi"
-    device: torch.device  # where the model and its inputs belong
+    backend: str
+    device: torch.device
 
     def __enter__(self) -> "World":
         _until_exit.clear()

@@ -128,8 +128,8 @@ def open_dataset(
 class StopSignal:
     """Makes all ranks act on SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the same step.
 
-    A signal reaches ranks at different steps, so in each step they exchange whether one has come:
-    `ask` starts the exchange, `answer` ends it after the step. Two other numbers travel along.
+    A signal may reach each rank at another step, so all ranks exchange a flag in every step: `ask`
+    starts the exchange, and `answer` ends it after the step. Two other numbers travel along.
     Inside the `with` block a second signal ends the process at once.
     """
 

@@ -4,6 +4,7 @@ No dataset uses random augmentation: image i is always the same tensor, so a res
 uninterrupted one bit for bit.
 """
 
+import socket
 import zlib
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
@@ -131,6 +132,8 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
     transform = Compose([ToTensor(), Normalize(mean, std)])
     reader = partial(getattr(datasets, reader_name), root, transform=transform)
     if download:
+        before = socket.getdefaulttimeout()
+        socket.setdefaulttimeout(30.0)  # torchvision sets none, and all other ranks wait
         try:
             reader(download=True)  # a single archive, or those of both parts
         except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: a wrong md5
@@ -138,6 +141,8 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
                 f"cannot download {name} to {root}: {one_line(error)}; check the network and the "
                 "folder, or copy the files there from another machine"
             ) from error
+        finally:
+            socket.setdefaulttimeout(before)
     try:
         train, test = reader(train=True), reader(train=False)
     except Exception as error:  # damaged data may raise anything

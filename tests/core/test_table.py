@@ -182,7 +182,7 @@ PROGRAMS = {
         *(Transform(0), OTHERS, Backward(), Step(), Zero(), Transform(1), OTHERS, Backward()),
         **UNUSED,
     ),
-    "written in forward": program(*STEP, *STEP, writes="alike"),
+    "written in forward": program(*STEP, *STEP, writes="equal"),
     # What random programs have found.
     "join, then buffers": program(
         *(Join((1, 2)), *STEP, *STEP), buffers=True, broadcast_buffers=True

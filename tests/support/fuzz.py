@@ -178,7 +178,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     batch_norm = below or (regular and once_in(4))
     block = _block(st.just(usual) if regular else uses, regular, len(parameters), world_size)
     operations = tuple(op for ops in draw(st.lists(block, min_size=1, max_size=6)) for op in ops)
-    writes = None if batch_norm else one_of(*[None] * 8, "own", "alike")
+    writes = None if batch_norm else one_of(*[None] * 8, "own", "equal")
     flat, shared_memory, wrapped = draw(st.booleans()), not once_in(4), draw(st.booleans())
     halves = (
         not (wrapped or flat or batch_norm or writes or any(p.frozen for p in parameters))
@@ -216,7 +216,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
 
 
 def steps_with_averages(operations: tuple[Any, ...]) -> bool:
-    """Whether one copy of the parameters is enough: all ranks always step alike, where it lies."""
+    """Whether one copy of the parameters is enough: all ranks step it in the same way."""
     local = False
     for op in operations:
         if isinstance(op, Join | Move | Freeze) or (local and isinstance(op, Step)):

@@ -1,7 +1,7 @@
 """A training program as plain data, and what plays it: on real ranks or in one process.
 
-A `Case` is a model, settings, and operations that all ranks play alike, except that a forward pass
-may take other branches on each. A `Player` is one rank. All that is random comes from the case.
+A `Case` is a model, settings, and operations. All ranks have the same, but a forward pass may take
+another branch on each. A `Player` is one rank. All that is random comes from the case.
 """
 
 import dataclasses
@@ -154,7 +154,7 @@ class Case:
     large: bool = False  # small gradients are treated as large ones
     autocast: bool = False
     momentum: float = 0.0
-    writes: str | None = None  # in forward: each rank its "own" values, or all "alike"
+    writes: str | None = None  # in forward: "own" values on each rank, or "equal" ones on all
     broadcast_buffers: bool = False
     seed: int = 0
 
