@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,15 +68,15 @@ class CollectivesGroup(SharedMemoryGroup):
                 f"{rank}, got {output.numel()}"
             )
         reduction = Reduction.of(op, output.dtype, size)
-        ends = list(accumulate((part.nbytes for part in parts), initial=0))
+        most = max(part.nbytes for part in parts)
 
         def run() -> Result:
             dense = output.contiguous()
-            self._exchange.reduce(parts, dense.view(-1), ends[rank], ends[-1], reduction)
+            self._exchange.reduce(parts, dense.view(-1), most, reduction)
             return [write_back(dense, output)]
 
         text = f"reduce_scatter({reduction.name}) of {size_of(*parts)}"
-        return Operation(text, run, partial(self._exchange.prepare, parts, ends[-1]))
+        return Operation(text, run, partial(self._exchange.prepare, parts, most, for_each=True))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any
@@ -162,7 +162,7 @@ class CollectivesGroup(SharedMemoryGroup):
             received = parts
         sent = [tensor if rank == root else tensor.new_empty(0) for rank in range(self.size())]
         text = f"gather of {size_of(tensor)} to {root}"
-        operation = self._copy(text, sent, received, tensor.nbytes, parts)
+        operation = self._copy(text, sent, received, tensor.nbytes, parts, for_each=True)
         return self._submit("gather", inputs, opts, [operation], inputs, written=parts)
 
     def gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any) -> dist.Work:
@@ -180,9 +180,9 @@ class CollectivesGroup(SharedMemoryGroup):
             f"scatter of {size_of(tensor)} from {root}",
             parts if self.rank() == root else [],
             [tensor if rank == root else None for rank in range(size)],
-            size * tensor.nbytes,
+            tensor.nbytes,
             outputs,
-            [self.rank() * tensor.nbytes] * size,
+            for_each=True,
         )
         return self._submit("scatter", outputs, opts, [operation], parts, written=outputs)
 
@@ -220,20 +220,20 @@ class CollectivesGroup(SharedMemoryGroup):
         received: Sequence[torch.Tensor | None],
         most: int,
         result: Tensors,
-        begins: Sequence[int] | None = None,
+        for_each: bool = False,
     ) -> Operation:
         def run() -> Result:
-            self._exchange(sent, received, most, begins)
+            self._exchange(sent, received, most, for_each)
             return list(result)
 
-        return Operation(text, run, partial(self._exchange.prepare, sent, most))
+        return Operation(text, run, partial(self._exchange.prepare, sent, most, for_each))
 
     def _all_to_all(
         self, kind: str, received: Tensors, sent: Tensors, result: Tensors
     ) -> Operation:
         """Copies rank r's `sent[s]` to rank s's `received[r]`. Sizes may differ between pairs."""
         check_dtype(kind, received[0], sent)
-        size, nbytes = self.size(), received[0].itemsize
+        size = self.size()
         # Each pair of ranks has its own size, which a fingerprint equal on all ranks cannot hold.
         own = torch.tensor([[part.numel() for part in parts] for parts in (sent, received)])
 
@@ -242,9 +242,8 @@ class CollectivesGroup(SharedMemoryGroup):
             self._exchange([own], sizes.unbind(), own.nbytes)
             by_source, by_target = sizes.unbind(1)
             self._check_pairs(kind, by_source.T, by_target, received[0].dtype)
-            begins = (by_source.cumsum(1) - by_source)[:, self.rank()] * nbytes
-            most = int(by_source.sum(1).max()) * nbytes
-            self._exchange(sent, received, most, begins.tolist(), prepared=False)
+            most = int(by_source.max()) * received[0].itemsize
+            self._exchange(sent, received, most, for_each=True, prepared=False)
             return list(result)
 
         prepare = partial(self._exchange.prepare, [own], own.nbytes)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
@@ -20,8 +21,11 @@ PIECE_ACROSS = 4 * 1024 * 1024
 
 _SLOTS = 3
 
-# Where each piece begins, and its bytes on each rank.
-Pieces = Iterable[tuple[int, list[torch.Tensor]]]
+# Bytes, a multiple of every dtype's.
+_ALIGNMENT = 64
+
+# Where it begins, the bytes of a lane, and by rank all its lanes, one behind the other.
+Piece: TypeAlias = tuple[int, int, list[torch.Tensor]]
 
 
 class Stage:
@@ -89,18 +93,19 @@ class Stage:
         assert dense is not None, "the stage is empty"
         return dense
 
-    def publish(self, sent: Sequence[torch.Tensor], most: int) -> Pieces:
-        """Yields where each piece of `sent` begins, and every rank's; none has more than `most`."""
-        for begin in range(0, most, self._nbytes):
+    def publish(self, sent: Sequence[torch.Tensor], most: int, lanes: int) -> Iterator[Piece]:
+        """Yields the pieces of every rank's `sent`, of at most `most` bytes each, after a meeting.
+
+        A piece holds the next part of each tensor: where it begins, the bytes of a lane, and by
+        rank all lanes.
+        """
+        width = self._nbytes // lanes // _ALIGNMENT * _ALIGNMENT
+        for begin in range(0, most, width):
             parts, _ = self._views(self._nbytes, torch.uint8, self._slot)
-            at = -begin
-            for tensor in sent:
-                into, of = overlap(parts[self._barrier.rank], tensor, at)
-                into.copy_(of)
-                at += tensor.numel()
+            fill_lanes(parts[self._barrier.rank], sent, begin, width)
             self._slot = (self._slot + 1) % _SLOTS
             self._barrier.wait()
-            yield begin, parts
+            yield begin, width, parts
 
     def _copy_in(self, piece: torch.Tensor) -> None:
         parts, _ = self._views(piece.numel(), piece.dtype, self._slot)
@@ -117,29 +122,29 @@ class Stage:
         return parts, [part[first:last] for part in parts]
 
 
-def overlap(
-    piece: torch.Tensor, tensor: torch.Tensor, at: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the common bytes of both, if the tensor begins `at` bytes into the piece."""
-    first = max(at, 0)
-    last = max(first, min(at + tensor.numel(), piece.numel()))
-    return piece[first:last], tensor[first - at : last - at]
+def fill_lanes(buffer: torch.Tensor, sent: Sequence[torch.Tensor], begin: int, width: int) -> None:
+    """Copies up to `width` bytes of each tensor, from `begin` on, into a lane of the buffer."""
+    for lane, tensor in enumerate(sent):
+        piece = tensor[begin : begin + width]
+        buffer[lane * width : lane * width + piece.numel()].copy_(piece)
 
 
 class Exchange:
-    """Copies tensors from rank to rank: in shared memory on one machine, otherwise by messages."""
+    """Copies tensors from rank to rank: in shared memory on one machine, otherwise by messages.
+
+    `sent` is one tensor for all ranks; or, with `for_each`, one for each; or none. No rank sends
+    more than `most` bytes to another. `for_each` and `most` are equal on all ranks.
+    """
 
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier, stage: Stage) -> None:
         self._nodes, self._barrier, self._stage = nodes, barrier, stage
-        self._size = nodes.everyone.size
+        self._rank, self._size = nodes.everyone.rank, nodes.everyone.size
 
-    def prepare(self, sent: Sequence[torch.Tensor], most: int) -> str:
-        """Copies small tensors to the eager buffer before the ranks meet; see `__call__`."""
-        if self._is_eager(most):
-            buffer, at = self._barrier.eager[self._barrier.rank][1 - self._barrier.parity], 0
-            for tensor in sent:
-                buffer[at : at + tensor.nbytes].copy_(flat_bytes(tensor.contiguous()))
-                at += tensor.nbytes
+    def prepare(self, sent: Sequence[torch.Tensor], most: int, for_each: bool = False) -> str:
+        """Copies small tensors to the eager buffer before the ranks meet."""
+        if self._is_eager(most, for_each):
+            buffer = self._barrier.eager[self._barrier.rank][1 - self._barrier.parity]
+            fill_lanes(buffer, [flat_bytes(tensor.contiguous()) for tensor in sent], 0, most)
         return ""
 
     def __call__(
@@ -147,63 +152,54 @@ class Exchange:
         sent: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor | None],
         most: int,
-        begins: Sequence[int] | None = None,
+        for_each: bool = False,
         *,
         prepared: bool = True,
     ) -> None:
-        """Sends this rank's tensors and receives others', after the ranks have met.
+        """Sends this rank's tensors and receives others' by source, after the ranks have met.
 
-        `sent` holds no tensor, one for all ranks, or one for each, and no rank sends more than
-        `most` bytes. By source: `received` (None for nothing), and where in its bytes those for
-        this rank begin. `prepared` is False if `prepare` was not called for this exchange.
+        `received` has None for nothing. `prepared` is False if `prepare` was not called for it.
         """
-        own = self._nodes.everyone.rank
-        wanted = [
-            (rank, tensor, tensor.contiguous())
-            for rank, tensor in enumerate(received)
-            if tensor is not None and not (rank == own and any(tensor is s for s in sent))
-        ]
-        into = {rank: flat_bytes(dense) for rank, _, dense in wanted}
-        pieces = self._pieces(sent, most, prepared)
+        wanted = [(tensor, tensor.contiguous()) for tensor in received if tensor is not None]
+        sources = [rank for rank, tensor in enumerate(received) if tensor is not None]
+        into = {rank: flat_bytes(dense) for rank, (_, dense) in zip(sources, wanted, strict=True)}
+        flat = [flat_bytes(tensor.contiguous()) for tensor in sent]
+        if flat and self._rank in into:  # not through shared memory
+            lane = self._rank if for_each else 0
+            into.pop(self._rank).copy_(flat[lane])
+            if for_each:
+                flat[lane] = _NOTHING
+        pieces = self._pieces(flat, most, for_each, prepared)
         if pieces is None:
-            self._send(sent, into)
+            self._send(flat, into)
         else:
             for begin, parts in pieces:
                 for rank, tensor in into.items():
-                    at = (begins[rank] if begins else 0) - begin
-                    of, part = overlap(parts[rank], tensor, at)
-                    part.copy_(of)
-        for _, tensor, dense in wanted:
+                    piece = tensor[begin : begin + parts[rank].numel()]
+                    piece.copy_(parts[rank][: piece.numel()])
+        for tensor, dense in wanted:
             write_back(dense, tensor)
 
     def reduce(
-        self,
-        sent: Sequence[torch.Tensor],
-        result: torch.Tensor,
-        begin: int,
-        most: int,
-        reduction: Reduction,
+        self, sent: Sequence[torch.Tensor], result: torch.Tensor, most: int, reduction: Reduction
     ) -> None:
-        """Reduces the bytes from `begin` on that every rank sends (to each) into a flat tensor."""
-        pieces = self._pieces(sent, most, prepared=True)
+        """Reduces what every rank sends to this one, one tensor for each, into a flat tensor."""
+        flat = [flat_bytes(tensor.contiguous()) for tensor in sent]
+        pieces = self._pieces(flat, most, for_each=True, prepared=True)
         if pieces is None:
             everybodys = result.new_empty(self._size, result.numel()).unbind()
-            self._send(sent, dict(enumerate(map(flat_bytes, everybodys))))
+            self._send(flat, dict(enumerate(map(flat_bytes, everybodys))))
             reduction.fold_into(result, everybodys)
             return
-        end, itemsize = begin + result.nbytes, result.itemsize
-        for at, parts in pieces:  # needs no memory for all ranks' tensors
-            first, last = max(begin, at), min(end, at + parts[0].numel())
-            if first < last:
-                reduction.fold_into(
-                    result[(first - begin) // itemsize : (last - begin) // itemsize],
-                    [part[first - at : last - at].view(result.dtype) for part in parts],
-                )
+        for begin, parts in pieces:  # needs no memory for all ranks' tensors
+            piece = flat_bytes(result)[begin : begin + parts[0].numel()]
+            terms = [part[: piece.numel()].view(result.dtype) for part in parts]
+            reduction.fold_into(piece.view(result.dtype), terms)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        own = self._nodes.everyone.rank
+        own = self._rank
         if self._nodes.count == 1:
-            received = [tensor if rank == root else None for rank in range(self._size)]
+            received = [tensor if rank == root != own else None for rank in range(self._size)]
             self([tensor] if own == root else [], received, tensor.nbytes)
             return
         # The root sends each rank a part, which that rank sends to all. This spreads the load.
@@ -215,23 +211,31 @@ class Exchange:
         self._nodes.everyone.exchange([parts[own]] * self._size, parts)
         write_back(dense, tensor)
 
-    def _is_eager(self, most: int) -> bool:
+    def _is_eager(self, most: int, for_each: bool) -> bool:
         # Ranks on other machines cannot read the eager buffers.
-        return self._nodes.count == 1 and most <= self._barrier.eager_nbytes
+        lanes = self._size if for_each else 1
+        return self._nodes.count == 1 and most * lanes <= self._barrier.eager_nbytes
 
-    def _pieces(self, sent: Sequence[torch.Tensor], most: int, prepared: bool) -> Pieces | None:
-        """Returns the pieces that all ranks send; None to send messages."""
-        if prepared and self._is_eager(most):
-            return [(0, [pair[self._barrier.parity] for pair in self._barrier.eager])]
-        if self._nodes.count > 1 or not self._stage.open():
+    def _pieces(
+        self, sent: Sequence[torch.Tensor], most: int, for_each: bool, prepared: bool
+    ) -> Iterator[tuple[int, list[torch.Tensor]]] | None:
+        """Returns where each piece begins, and by rank its lane for this one; None: by messages."""
+        if prepared and self._is_eager(most, for_each):
+            eager = [pair[self._barrier.parity] for pair in self._barrier.eager]
+            pieces: Iterable[Piece] = [(0, most, eager)]
+        elif self._nodes.count > 1 or not self._stage.open():
             return None
-        return self._stage.publish([flat_bytes(tensor.contiguous()) for tensor in sent], most)
+        else:
+            pieces = self._stage.publish(sent, most, self._size if for_each else 1)
+        lane = self._rank if for_each else 0
+        return (
+            (begin, [part[lane * width : (lane + 1) * width] for part in parts])
+            for begin, width, parts in pieces
+        )
 
-    def _send(self, tensors: Sequence[torch.Tensor], into: dict[int, torch.Tensor]) -> None:
-        parts = [flat_bytes(tensor.contiguous()) for tensor in tensors]
-        sent = parts * self._size if len(parts) == 1 else parts or [_NOTHING] * self._size
-        received = [into.get(rank, _NOTHING) for rank in range(self._size)]
-        self._nodes.everyone.exchange(sent, received)
+    def _send(self, flat: Sequence[torch.Tensor], into: dict[int, torch.Tensor]) -> None:
+        sent = [*flat] * self._size if len(flat) == 1 else flat or [_NOTHING] * self._size
+        self._nodes.everyone.exchange(sent, [into.get(r, _NOTHING) for r in range(self._size)])
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
