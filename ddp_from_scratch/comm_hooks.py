@@ -64,7 +64,7 @@ def keep_local(state: Any, bucket: Bucket) -> Future:
 
 def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Future:
     buffer = bucket.buffer()
-    if getattr(bucket, "op", None) is None:  # torch's buckets have no such attribute
+    if bucket.op is None:  # not divided yet
         buffer.mul_(1.0 / dist.get_world_size(process_group))
     if buffer.is_complex():
         buffer = torch.view_as_real(buffer)
@@ -73,7 +73,7 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Fut
     group = process_group or dist.group.WORLD
     if isinstance(group, SharedMemoryGroup):
         # Within a machine nothing is sent, so nothing is rounded.
-        caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"
+        caller.suffix = f" for {bucket.name}"
         try:
             return group.allreduce([buffer], crossing=dtype).get_future()
         finally:

@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.comm_hooks import keep_local
-from ddp_from_scratch.core import comm_hooks
 from ddp_from_scratch.core.bucket import CommHook
-from ddp_from_scratch.core.buckets import Layout
+from ddp_from_scratch.core.comm_hooks import Sender, average
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.core.layout import AUTO, Caps, bucket_caps
+from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
-from ddp_from_scratch.core.sender import Sender
 from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
 from ddp_from_scratch.memory import sparse_parameters
 from ddp_from_scratch.node import shared_memory_beside
@@ -293,13 +291,13 @@ class Reducer(CoreReducer):
     def keeping_local(self) -> Iterator[None]:
         """Packs buckets but does not average them inside the context (`node_shared.py`)."""
         self.check_free("local gradients")
-        if self.sender.hook is not comm_hooks.average:
+        if self.sender.hook is not average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
         self.sender.set_hook(keep_local, self.sender.state)
         try:
             yield
         finally:
-            self.sender.set_hook(comm_hooks.average, self.sender.state)
+            self.sender.set_hook(average, self.sender.state)
 
     # Weights ------------------------------------------------------------------------------------
 

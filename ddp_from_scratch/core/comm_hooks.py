@@ -10,14 +10,17 @@ value is the averaged flat tensor, of any floating dtype, or a list of only that
 The division by the world size comes before the sum, as in torch's DDP: n summands of 1/n each
 cannot overflow a 16-bit float where the average would not. A Reducer divides while it packs for
 `average`, and for a hook with `hook.takes_divided = True`, which saves a pass over the bucket. If
-another hook or torch's DDP calls them, `bucket.op` is None or missing, and they divide themselves.
+another hook calls such a hook, `bucket.op` is None, and it divides itself.
 
 A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
 may then be in flight. A second collective, as PowerSGD's, might come before the next bucket's on
 one rank and after it on another.
 """
 
+import weakref
 from collections.abc import Callable
+from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -27,39 +30,35 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.group import check_group, of_member
 
 Group = dist.ProcessGroup | None
 
 
 def average(process_group: Group, bucket: Bucket) -> Future:
     """All-reduces the bucket to its average, with the bits of torch's DDP. The default."""
-    op: Any = getattr(bucket, "op", None)  # torch's buckets have no such attribute
-    if op is None:
-        op = reduction(average, process_group)
-        if op == dist.ReduceOp.SUM:
-            bucket.buffer().mul_(1.0 / dist.get_world_size(process_group))
+    op = bucket.op or divide(process_group, bucket)
     # The collective's own future, whose value is a list: no callback runs on its thread.
     return all_reduce(bucket, bucket.buffer(), process_group, op)
 
 
-def has_one_collective(hook: CommHook) -> bool:
-    """True for `average`, and for a hook with `hook.one_collective = True`."""
-    return hook is average or getattr(hook, "one_collective", False) is True
+def divide(process_group: Group, bucket: Bucket) -> Any:
+    """Divides a bucket that its Reducer has not divided; returns the reduction that is left."""
+    if (op := _reduction(process_group)) == dist.ReduceOp.SUM:
+        bucket.buffer().mul_(1.0 / dist.get_world_size(process_group))
+    return op
 
 
-def reduction(hook: CommHook, state: Any) -> dist.ReduceOp.RedOpType | None:
-    """Returns the reduction that averages. None leaves it to the hook; SUM divides in packing."""
-    # Not NCCL's AVG, since NVSwitches (NVLS) compute sums of floats but no averages.
-    group = state or dist.group.WORLD if hook is average else None
-    if isinstance(group, SharedMemoryGroup) and group.divides_first:
-        return dist.ReduceOp.AVG  # the same bits as a division before the sum
-    divided = hook is average or getattr(hook, "takes_divided", False)
-    return dist.ReduceOp.SUM if divided else None
+def _reduction(process_group: Group) -> Any:
+    group = process_group or dist.group.WORLD
+    # AVG where it has the bits of a division before the sum. Not NCCL's, since NVSwitches (NVLS)
+    # compute sums of floats but no averages.
+    divides = isinstance(group, SharedMemoryGroup) and group.divides_first
+    return dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
 
 
 def is_ours(hook: CommHook) -> bool:
-    """True for the hooks of this package, which remember parameters and not buckets."""
+    """True for a hook of this package, which remembers parameters and not buckets."""
     return getattr(hook, "__module__", "").startswith("ddp_from_scratch.")
 
 
@@ -71,7 +70,7 @@ def all_reduce(
 ) -> Future:
     """Starts to reduce a bucket's tensor in place; the future's value is a list of it."""
     # Ranks compare their operations; the suffix lets an error name the bucket.
-    caller.suffix = f" for {getattr(bucket, 'name', 'a bucket')}"  # torch's have no name
+    caller.suffix = f" for {bucket.name}"
     try:
         work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
     finally:
@@ -102,3 +101,85 @@ class _OnGPU(Future):
         # On a second stream: from torch 2.15 on, `get_future` makes the current stream wait.
         with gpu.aside(self._tensor.device):
             return self._work.get_future().then(callback)
+
+
+class Sender:
+    """The comm hook, the group that sends, and this rank's weight: how buckets are averaged.
+
+    `transport` maps a process group to the group that sends its buckets, if another. Collective.
+
+    Attributes:
+        concurrent: True if several buckets may be in flight under this hook.
+        sends: returns what `group()` returned last. Weak, as a strong reference keeps its threads.
+        weight: returns this rank's weight in the next average alone, and waits for the weights of
+            all ranks; None means 1.
+        prepared_for: returns the group that `prepare` ran for; None before. Weak as `sends`.
+        scale, mean: factors for packing flat and sparse gradients; a `mean` of 0 sends zeros.
+        op, hook_now, state_now, aside: for `Bucket.op` and `Bucket.launch`.
+    """
+
+    def __init__(
+        self,
+        process_group: Group,
+        transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None,
+    ) -> None:
+        self.process_group, self._transport = process_group, transport
+        self.sends: Callable[[], Group] = NoneType
+        self.set_weight(None)
+        self.set_hook(average, process_group)
+
+    def set_weight(self, weight: Callable[[], float] | None) -> None:
+        """Sets the factor of this rank's gradients in the next average; None means 1."""
+        self.weight = weight
+        self.prepared_for: Callable[[], Group] = NoneType
+
+    def set_hook(self, hook: CommHook, state: Any) -> None:
+        """Averages each bucket with `hook(state, bucket)` from now on."""
+        if not callable(hook):
+            raise TypeError(f"a communication hook must be callable, got {hook!r}")
+        self.hook, self.state, self.prepared_for = hook, state, NoneType
+        self.concurrent = hook is average or getattr(hook, "one_collective", False) is True
+
+    def group(self) -> dist.ProcessGroup:
+        """Returns the group that sends buckets. Collective if `transport` is."""
+        sends = check_group(self.process_group)
+        if self._transport is not None:
+            sends = self._transport(sends)
+        self.sends = weakref.ref(sends)
+        return sends
+
+    def through_group(self) -> bool:
+        """True if the comm hook sends through `group()`, and not through a group of its own."""
+        named = getattr(self.state, "process_group", self.state)
+        ours = self.process_group or dist.group.WORLD
+        return is_ours(self.hook) and (named or dist.group.WORLD) is ours
+
+    def prepare(self) -> None:
+        """Chooses the hook, the state and the factors of the next launches; waits for all weights.
+
+        They stay until the hook, the weight or the (default) group changes.
+        """
+        own: Any = self.process_group or dist.group.WORLD
+        weight = 1.0 if self.weight is None else self.weight()
+        sends = self.group()
+        hook_now: Any = self.hook
+        self.state_now = self.state
+        # The state of this library's hooks is the Reducer's group, or names it. They send through
+        # `sends` instead, unless both are one: a reference to gloo's group keeps its threads alive.
+        if sends is not own and self.through_group():
+            if hasattr(self.state, "process_group"):
+                hook_now = partial(hook_now, group=sends)
+            else:
+                self.state_now = sends
+        self.hook_now: CommHook = hook_now
+        self.aside = not is_ours(self.hook)
+        self.mean = weight / dist.get_world_size(self.process_group)
+        self.scale = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
+        self.op: Any = None  # the hook divides
+        if self.hook is average:
+            self.op = _reduction(self.state_now)
+        elif getattr(self.hook, "takes_divided", False):
+            self.op = dist.ReduceOp.SUM
+        if self.op == dist.ReduceOp.SUM:
+            self.scale *= 1.0 / dist.get_world_size(self.state_now)
+        self.prepared_for = weakref.ref(own)

@@ -17,18 +17,13 @@ current_pass = torch._C._current_graph_task_id
 class Hooks:
     """The hooks of one Reducer, which is held weakly.
 
-    `ready` is called with a weak reference to the Reducer, an index and the parameter, when the
-    `.grad` of that parameter is complete, and the bound method `step` before any optimizer steps
-    one of the parameters. `nodes` are the autograd nodes that accumulate their gradients. `handles`
-    are those of the parameters, and then those of its module, which the Reducer adds.
+    They call `reducer.ready` with a weak reference, an index and the parameter when the `.grad` of
+    that parameter is complete, and its extensions before an optimizer steps one. `nodes` are the
+    autograd nodes that accumulate the gradients. `handles` are those of the parameters, and then
+    those of the module, which the Reducer adds.
     """
 
-    def __init__(
-        self,
-        reducer: Any,
-        ready: Callable[[Any, int, torch.Tensor], None],
-        step: Callable[[torch.optim.Optimizer], None],
-    ) -> None:
+    def __init__(self, reducer: Any) -> None:
         parameters: list[torch.Tensor] = reducer.parameters
         # An AccumulateGrad node runs on the stream that was current when it was made. Made here and
         # kept, all of them and our hooks run on one stream. So a bucket is packed after all its
@@ -37,15 +32,15 @@ class Hooks:
         # Weak, because the garbage collector cannot see a cycle through a parameter's hooks, and
         # parameters may outlive the module. A WeakMethod would be slow Python code in each hook.
         found = weakref.ref(reducer)
-        self._ready = [partial(ready, found, index) for index in range(len(parameters))]
+        self._ready = [partial(reducer.ready, found, index) for index in range(len(parameters))]
         self.handles: list[Handle] = [
             parameter.register_post_accumulate_grad_hook(hook)
             for parameter, hook in zip(parameters, self._ready, strict=True)
         ]
         # Module hooks run only if the program calls the whole module; this check always runs.
-        self.ids, self.step = frozenset(map(id, parameters)), weakref.WeakMethod(step)
+        self.ids = frozenset(map(id, parameters))
         _watch_steps()
-        _living[id(self)] = self
+        _living[id(reducer)] = reducer
         # The parameters may outlive the Reducer, but their hooks must not.
         weakref.finalize(self, _remove_all, self.handles)
 
@@ -57,15 +52,15 @@ class Hooks:
                 # In place, because hooks run in the order of registration.
                 table[handle.id] = hooks.get(index, ready)
 
-    def remove(self) -> None:
+    def remove(self, reducer: Any) -> None:
         """Removes all hooks. Idempotent."""
         _remove_all(self.handles)
-        _living.pop(id(self), None)
+        _living.pop(id(reducer), None)
 
 
 # One hook of torch's serves all Reducers. torch iterates over its hooks without a copy, and the
 # garbage collector may remove a Reducer's hook during that.
-_living: "weakref.WeakValueDictionary[int, Hooks]" = weakref.WeakValueDictionary()
+_living: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 @cache
@@ -74,11 +69,12 @@ def _watch_steps() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    for hooks in [*_living.values()]:
+    for reducer in [*_living.values()]:
         # No Python call for each parameter: every Reducer checks every step of every optimizer.
         steps = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        if not hooks.ids.isdisjoint(map(id, steps)) and (step := hooks.step()) is not None:
-            step(optimizer)
+        if not reducer.hooks.ids.isdisjoint(map(id, steps)):
+            for call in reducer.calls["on_step"]:
+                call(optimizer)
 
 
 def _remove_all(handles: Iterable[Handle]) -> None:

@@ -1,6 +1,6 @@
 """Averages a module's gradients over ranks while backward still runs.
 
-The file follows one gradient from top to bottom: `_ready`, `launch_full_buckets` (pack and launch),
+The file follows one gradient from top to bottom: `ready`, `launch_full_buckets` (pack and launch),
 `end_pass` and `finish` (wait and unpack). Options are extensions (`extension.py`).
 """
 
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.core.bucket import Bucket, BucketState
-from ddp_from_scratch.core.buckets import Layout
+from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Extensible, Extension
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass
-from ddp_from_scratch.core.sender import Sender
+from ddp_from_scratch.core.layout import Layout
 
 IDLE = -1
 
@@ -79,11 +79,10 @@ class CoreReducer(Extensible):
         self.all_buckets = self.flat_buckets = tuple[Bucket, ...]()
         self.bucket_of: dict[int, Bucket] = {}
         self.hooks: Hooks | None = None
-        self._order: Sequence[str] = self.present_order()
-        self.make_buckets()
+        self.lay_out()
         for extension in extensions:
             self.add_extension(extension)
-        self.hooks = Hooks(self, self._ready, self._before_step)
+        self.hooks = Hooks(self)
         # These hooks keep the Reducer alive as long as its module.
         before, after = ModuleHook(self, "on_forward"), ModuleHook(self, "on_forwarded")
         self.hooks.handles.append(module.register_forward_pre_hook(before))
@@ -92,31 +91,25 @@ class CoreReducer(Extensible):
 
     # Layout -------------------------------------------------------------------------------------
 
-    def present_order(self) -> Sequence[str]:
-        """Returns the final order; before it is known, a guess: last layer first."""
+    @property
+    def order(self) -> Sequence[str]:
+        """The final order; before it is known, a guess: last layer first."""
         return self.ready_order or self.names[::-1]
 
-    def lay_out(self, order: Sequence[str], caps: Sequence[int] | None = None) -> bool:
-        """Rebuilds the buckets, if they change, for gradients that become ready in this order."""
-        self.caps = caps or self.caps
+    def lay_out(self, caps: Sequence[int] | None = None, kind: type[Bucket] | None = None) -> None:
+        """Rebuilds the buckets, if they change, and moves gradients from the old ones."""
+        self.caps, kind = caps or self.caps, kind or self._bucket_type
+        plan = self.layout.plan(self.order, self.caps)
         present = [bucket.members for bucket in self.all_buckets]
-        if self.layout.plan(order, self.caps) == present:
-            return False
-        self._order = order
-        self.make_buckets()
-        return True
-
-    def make_buckets(self, kind: type[Bucket] | None = None) -> None:
-        """Makes buckets for the current order, and moves gradients from the old ones."""
-        self._bucket_type = kind = kind or self._bucket_type
-        saved: dict[int, torch.Tensor] = {}
-        for bucket in self.flat_buckets:
-            saved |= bucket.saved()
-        flat, apart = self.layout.make(self._order, self.caps, kind, self.process_group)
-        for bucket in flat:
-            bucket.load(saved)
-        self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
-        self.bucket_of = {index: bucket for bucket in self.all_buckets for index in bucket.members}
+        if (plan, kind) != (present, self._bucket_type):
+            self._bucket_type, saved = kind, dict[int, torch.Tensor]()
+            for bucket in self.flat_buckets:
+                saved |= bucket.saved()
+            flat, apart = self.layout.make(plan, kind, self.process_group)
+            for bucket in flat:
+                bucket.load(saved)
+            self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
+            self.bucket_of = {i: bucket for bucket in self.all_buckets for i in bucket.members}
         self.layout_changed()
 
     def _agree_on_order(self) -> None:
@@ -125,13 +118,12 @@ class CoreReducer(Extensible):
         order = torch.tensor([*seen_first], device=self.device)
         dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [*map(self.names.__getitem__, order.tolist())]
-        if not self.lay_out(self.ready_order):
-            self.layout_changed()
+        self.lay_out()
 
     # Ready --------------------------------------------------------------------------------------
 
     @staticmethod
-    def _ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
+    def ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
         """Marks parameter `index` ready. Autograd calls, even if the gradient is undefined."""
         self, gradient = me(), parameter.grad
         if self is None or gradient is None:
@@ -384,14 +376,10 @@ class CoreReducer(Extensible):
         for call in self.calls["on_abort"]:
             call()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        for call in self.calls["on_step"]:
-            call(optimizer)
-
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
         if self.hooks is not None:
-            self.hooks.remove()
+            self.hooks.remove(self)
         for call in self.calls["remove"]:
             call()
 

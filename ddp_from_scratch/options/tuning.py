@@ -112,9 +112,9 @@ class BucketTuning(Extension):
         if reducer.ready_order is not self._known_order:
             self._known_order = reducer.ready_order
             return
-        now, order = clock(reducer.device), reducer.present_order()
+        now = clock(reducer.device)
         if self._ahead is None:
-            layouts = {cap: reducer.layout.plan(order, bucket_caps(cap)) for cap in CAPS}
+            layouts = {cap: reducer.layout.plan(reducer.order, bucket_caps(cap)) for cap in CAPS}
             groups = candidates(layouts, self.present.overlap)
             self._times = {candidate: [] for group in groups for candidate in group}
             self._ahead = trials(groups)
@@ -123,14 +123,14 @@ class BucketTuning(Extension):
         self._last = now
         if self._ahead:
             candidate, self._counts = self._ahead.pop(0)
-            self._apply(candidate, order)
+            self._apply(candidate)
             return
         if len(self._times) > 1:
             rows = list(self._times.values())
             times = torch.tensor(rows, dtype=torch.float64, device=reducer.device)
             # The slowest rank sets the time. With equal times, all ranks make the same choice.
             dist.all_reduce(times, dist.ReduceOp.MAX, group=reducer.process_group)
-            self._apply(choose(dict(zip(self._times, times.tolist(), strict=True))), order)
+            self._apply(choose(dict(zip(self._times, times.tolist(), strict=True))))
         self.settled = True
 
     def check_hook(self, hook: CommHook) -> None:
@@ -141,9 +141,9 @@ class BucketTuning(Extension):
                 f"buckets by their index, which it rebuilds: give bucket_cap_mb a number"
             )
 
-    def _apply(self, candidate: Candidate, order: Sequence[str]) -> None:
+    def _apply(self, candidate: Candidate) -> None:
         if candidate.bucket_cap_mb != self.present.bucket_cap_mb:
-            self._of().lay_out(order, bucket_caps(candidate.bucket_cap_mb))
+            self._of().lay_out(bucket_caps(candidate.bucket_cap_mb))
         self._of().overlap = candidate.overlap
         self.present = candidate
 

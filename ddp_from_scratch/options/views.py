@@ -154,7 +154,7 @@ class Views(Extension):
 
     def attach(self, reducer: Any) -> None:
         super().attach(reducer)
-        reducer.make_buckets(ViewBucket)
+        reducer.lay_out(kind=ViewBucket)
 
     def on_break(self, number: int) -> None:
         self._of().restore_grads()
