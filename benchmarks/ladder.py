@@ -9,7 +9,7 @@ Each rung adds one idea to the last one:
     naive           one all-reduce for each gradient, after backward
     flat            all gradients in one buffer, one all-reduce
     buckets         buffers of about 25 MiB (the first: 1), still after backward
-    overlapped      each bucket is sent as soon as it is full, while backward goes on
+    overlapped      each bucket is sent as soon as it is full, during backward
     shared memory   the same in memory that the ranks of a machine share, without messages
 
 For each rung, draws rank 0's part of the median step: what its main thread does, and when gradients

@@ -116,7 +116,7 @@ def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
     found: list[Reducer] = []
     spec = ContenderSpec(AUTO, reducer(made=found, bucket_cap_mb=AUTO, **VIEWS))
     (training,) = contenders(workload, device, [spec], keep_start=False)
-    while found[0].bucket_cap_mb is None:  # alike on all ranks, which settle together
+    while found[0].bucket_cap_mb is None:  # all ranks settle in the same step
         training.step()
     return {"bucket_cap_mb": found[0].bucket_cap_mb, "overlap": found[0].overlap}
 

@@ -53,7 +53,7 @@ class World(Placement):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After an exception peers may wait in the group. A notebook alone may go on.
+        # After an exception peers may wait in the group. A lone notebook may continue.
         if dist.is_initialized() and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 

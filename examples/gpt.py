@@ -96,7 +96,7 @@ def train(options: argparse.Namespace) -> None:
                 group["lr"] = learning_rate(step, options.steps)
             optimizer.zero_grad()
             loss = cross_entropy(model(taken[:, :-1]).flatten(0, 1), taken[:, 1:].flatten())
-            loss.backward()  # .grad holds the averages, so every rank clips alike
+            loss.backward()  # .grad holds the averages, so every rank computes the same norm
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             if world.rank == 0 and (step + 1) % max(1, options.steps // 10) == 0:

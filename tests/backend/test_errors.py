@@ -47,7 +47,7 @@ def a_rank_that_does_not_come(world):
         dist.barrier()
         if r == 1:
             dist.all_reduce(torch.ones(1), group=patient)
-            # It comes late, and must not go on as if the others had been with it.
+            # It comes late, and must not continue as if the others had been with it.
             with raises(r"number 1 .*another rank has given up on it"):
                 dist.barrier(group=group)
         else:
@@ -118,7 +118,7 @@ def no_such_sum(world):
             dist.all_reduce(torch.ones(2, dtype=torch.complex64), dist.ReduceOp.MAX)
         with raises(r"cannot reduce tensors of torch\.float8_e4m3fn"):
             dist.all_reduce(torch.ones(8, dtype=torch.float8_e4m3fn))
-    dist.all_reduce(torch.ones(2))  # nobody had met for it: the group goes on
+    dist.all_reduce(torch.ones(2))  # nobody had met for it: the group still works
 
 
 # With an expanded tensor in place of a result.

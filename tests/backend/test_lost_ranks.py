@@ -36,7 +36,7 @@ def asleep(world):
 
 
 def late(world):
-    """A late rank names the killed one, and not the one that has gone for it."""
+    """A late rank names the killed one, and not the one that left because of it."""
     pids, store = processes(), dist.distributed_c10d._get_default_store()
     dist.all_reduce(torch.ones(3))
     if world.rank == 2:

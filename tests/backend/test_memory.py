@@ -66,7 +66,7 @@ def test_no_memory_or_descriptor_is_left_by_reducers(world):
         gc.collect()
     # What the last one had is given back when the next is made.
     Reducer(model).remove()
-    # Memory of earlier tests may have gone meanwhile.
+    # Memory of earlier tests may be freed meanwhile.
     assert all(now <= was for now, was in zip(used(), before, strict=True))
 
 

@@ -109,7 +109,7 @@ def test_how_a_job_ends(ending, tmp_path):
 
 @on("mpi-2")
 def test_messages_while_their_sender_sleeps(world):
-    """MPI moves some only while their sender is in MPI, and it sleeps there until all have come."""
+    """MPI moves some only while their sender is in MPI, and it sleeps there until all arrive."""
     handles = []
     for size in (1000, 5000, 100_000, 1_000_000):
         for count in (1, 20, 200):

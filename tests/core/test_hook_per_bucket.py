@@ -210,7 +210,7 @@ def test_errors_are_those_of_a_hook_per_gradient(world, program):
 
     with pytest.raises(RuntimeError, match=ERRORS[program]):
         run()
-    # The next step may begin anew.
+    # The next step may begin.
     reducer.abort_step()
     vars(model.layers[2]).pop("forward", None)
     model.zero_grad()

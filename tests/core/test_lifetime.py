@@ -33,7 +33,7 @@ def test_no_sync_restores_itself_after_an_exception_and_nests(world):
 
 
 def broken_off(world, where, again, overlap, view):
-    """An exception in user code, once, on all ranks alike: true where the next step is right."""
+    """An exception in user code, once, on every rank: true where the next step is right."""
     model = Terms(1, 2, 3, 4)
     p = getattr(model, where)
 

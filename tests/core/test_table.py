@@ -276,8 +276,8 @@ def fits(name: str, option: str) -> bool:
     """Whether one copy of the parameters, of which each rank steps a part, is enough."""
     case = with_option(name, option)
     movable = all(p.dtype in ("float32", "float64") and p.kind != "holes" for p in case.parameters)
-    alike = case.writes is None and steps_with_averages(case.operations)
-    return not case.node_shared or (movable and alike)
+    same = case.writes is None and steps_with_averages(case.operations)
+    return not case.node_shared or (movable and same)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def check_readme(output: str, world_size: int) -> None:
     assert len({checksum for _, _, checksum in printed}) == 1
 
 
-# Those that start ranks import torch anew.
+# Those that start ranks import torch again.
 @pytest.mark.parametrize(
     "excerpt", [slow(e) if "start_ranks(" in e.code else e for e in ON_GLOO], ids=str
 )

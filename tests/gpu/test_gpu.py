@@ -263,7 +263,7 @@ def test_one_copy_for_each_bucket(world, views):
 @pytest.mark.parametrize("overlap", [True, False])
 @on("pair")
 def test_buckets_are_sent_during_backward(world, tmp_path, overlap):
-    """Backward goes on computing while a bucket that is not the last is on its way."""
+    """Backward still computes while a bucket that is not the last is on its way."""
     model = network(width=1024, depth=8)
     ddp.Reducer(model, bucket_cap_mb=4.0, overlap=overlap, **VIEWS)
     profiler = profiled_backward(model, [torch.randn(2048, 1024, device=DEVICE)] * 4)
@@ -432,7 +432,7 @@ def peak(kind: Any) -> int:
     model = kind(network(width=1024, depth=24), device_ids=[0], **VIEWS)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9)
     for step in range(5):
-        if step == 3:  # buckets have been laid out anew, momentum is there
+        if step == 3:  # the buckets are rebuilt, and momentum exists
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
         train(model, optimizer, batch(0, step, 1024))

@@ -150,7 +150,7 @@ def test_bits_are_those_of_torch_and_state_goes_both_ways(options, cap):
         optimizer.load_state_dict(state)
     other.check()
     other.train(2)
-    pair.train(2)  # the one that was saved goes on from where it was
+    pair.train(2)  # the saved one continues from where it was
     assert_same(pair.ours, other.ours)
 
 

@@ -186,7 +186,7 @@ def test_gives_memory_that_was_moved_from_back(world):
 @gloo_and_mpi
 @on("crew")
 def test_returns_when_all_shares_are_written(world):
-    """Rank 1 writes its share when rank 0 waits for it, or has not waited and goes on."""
+    """Rank 1 writes its share when rank 0 waits for it, or has not waited and continues."""
     model, _, optimizer, step = linear(model=nn.Linear(300, 300, bias=False))
     step(torch.ones(1, 300))  # frees what has moved
     group = optimizer._group

@@ -44,12 +44,12 @@ def test_a_write_is_named_unless_the_pass_was_broken_off(world):
         model.mean.add_(1)
         model(torch.ones(3))  # an evaluation
     model(torch.ones(3)).sum().backward()
-    model.write, model.first, model.last = alike, 1, 100
+    model.write, model.first, model.last = equally, 1, 100
     with pytest.raises(RuntimeError, match=r"has written to mean, linear.weight, which"):
         model(torch.ones(3))
 
 
-def alike(model, x):
+def equally(model, x):
     model.linear.weight.clamp_(-0.5, 0.5)
     model.mean.lerp_(model.linear.bias, 0.01)
 
@@ -79,16 +79,16 @@ def train(world, steps, write, *passes, check_every=None):
 
 def test_a_write_that_comes_later_is_named(ranks):
     pair = ranks("gloo", 2)
-    for rank, (error, step) in enumerate(pair(train, 4, alike, 3)):
+    for rank, (error, step) in enumerate(pair(train, 4, equally, 3)):
         assert step == 2
         assert f"on rank {rank} has written to mean, linear.weight" in error
-    assert pair(partial(train, check_every=1), 4, alike, 3) == [(None, 4)] * 2
+    assert pair(partial(train, check_every=1), 4, equally, 3) == [(None, 4)] * 2
     # After the first ten passes every tenth is looked at.
-    assert [step for _, step in pair(train, 30, alike, 12)] == [19, 19]
+    assert [step for _, step in pair(train, 30, equally, 12)] == [19, 19]
 
 
 def test_what_is_written_in_forward_is_compared_from_time_to_time(ranks):
-    assert ranks("gloo", 1)(train, 3, alike) == [(None, 3)]  # a rank alone cannot differ
-    for error, step in ranks("gloo", 2)(train, 100, alike):  # compared in the first average
+    assert ranks("gloo", 1)(train, 3, equally) == [(None, 3)]  # a rank alone cannot differ
+    for error, step in ranks("gloo", 2)(train, 100, equally):  # compared in the first average
         assert step == 99
         assert error.startswith("average 100: parameter mean is not the same")

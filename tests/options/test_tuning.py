@@ -237,11 +237,11 @@ def test_run_py_keeps_and_tells_what_it_chose(ranks, tmp_path):
 
 
 def test_a_checkpoint_of_other_settings_does_not_decide():
-    found, anew = [{"bucket_cap_mb": cap, "overlap": cap == "auto"} for cap in (4.0, "auto")]
+    found, fresh = [{"bucket_cap_mb": cap, "overlap": cap == "auto"} for cap in (4.0, "auto")]
     settings = Settings(bucket_cap_mb="auto")
     state = {"world_size": 2, "settings": settings.as_saved(), "buckets": found}
     begin = buckets_to_begin_with
     assert begin(settings, state, 2) == found
-    assert begin(settings, state, 3) == anew
-    assert begin(settings, state | {"buckets": None}, 2) == begin(settings, None, 2) == anew
-    assert begin(Settings(bucket_cap_mb="auto", batch_size=8), state, 2) == anew
+    assert begin(settings, state, 3) == fresh
+    assert begin(settings, state | {"buckets": None}, 2) == begin(settings, None, 2) == fresh
+    assert begin(Settings(bucket_cap_mb="auto", batch_size=8), state, 2) == fresh

@@ -109,8 +109,8 @@ def _compare_states(number: int, expected: list[Any], found: list[Any], toleranc
             value, correct, first, correct_first = values
             where = f"operation {number}: {what} on rank {rank} is\n{value}\n"
             assert _near(value, correct, tolerance), f"{where}and in one process\n{correct}"
-            alike = _near(correct, correct_first, 0)
-            assert not alike or _near(value, first, 0), f"{where}and on rank 0\n{first}"
+            same = _near(correct, correct_first, 0)
+            assert not same or _near(value, first, 0), f"{where}and on rank 0\n{first}"
 
 
 def _compare_with_torch(oracle: Oracle, ours: list[Played], torchs: list[Played]) -> None:
@@ -186,7 +186,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         and (kind == "unused" or (kind == "static" and regular))
         and not any(isinstance(op, Freeze | Join) for op in operations)
     )
-    alike = flat and shared_memory and regular and writes is None and "bfloat16" not in dtypes
+    same = flat and shared_memory and regular and writes is None and "bfloat16" not in dtypes
     switches = ("gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers")
     return Case(
         world_size=world_size,
@@ -205,7 +205,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         batch_norm=batch_norm,
         optimizer=one_of("SGD", "SGD", "AdamW"),
         flat=flat,
-        node_shared=alike and steps_with_averages(operations) and draw(st.booleans()),
+        node_shared=same and steps_with_averages(operations) and draw(st.booleans()),
         shared_memory=shared_memory,
         halves=halves and draw(st.booleans()),
         momentum=one_of(0.0, 0.0, 0.9),

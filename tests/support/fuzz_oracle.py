@@ -324,8 +324,8 @@ class Oracle:
         """The ranks on which this pass of a static graph would not be as the first."""
         if self._first is None:
             return []
-        alike = [now == then for now, then in zip(times, self._first, strict=True)]
-        return [r for r in self._ranks if not alike[r] or self._used[r] - self._used_by_any]
+        same = [now == then for now, then in zip(times, self._first, strict=True)]
+        return [r for r in self._ranks if not same[r] or self._used[r] - self._used_by_any]
 
     def _times(self, player: Player, op: Backward) -> Counter[int]:
         """The parameters that get a gradient, and how many."""

@@ -165,7 +165,7 @@ class Work:
         if self._number not in group.done and is_given and sim.reach_all(self._process, group):
             group.done.add(self._number)
             if group.number < sim.newest:
-                sim.wrong.append(f"generation {group.number} goes on beside {sim.newest}")
+                sim.wrong.append(f"generation {group.number} continues beside {sim.newest}")
             sim.newest = group.number
 
     def wait(self) -> Any:

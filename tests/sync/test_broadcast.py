@@ -171,8 +171,8 @@ def lazy():
 
 RANK = "rank of the group, 0 to 2, got "
 WIDE = "wide is expanded: .*: clone"
-# On all ranks alike: the text, and what raises it.
-ALIKE = [
+# On all ranks: the text, and what raises it.
+EVERYWHERE = [
     (f"{RANK}-1", lambda: broadcast_parameters(nn.Linear(2, 2), -1)),
     (f"{RANK}3", lambda: broadcast_buffers(nn.Linear(2, 2), 3)),
     ("parameter 1.weight.* lazy", lambda: broadcast_parameters(lazy())),
@@ -187,7 +187,7 @@ ALIKE = [
 
 @on("gloo-3")
 def test_what_cannot_be_sent_is_refused_on_all_ranks(world):
-    for text, call in ALIKE:
+    for text, call in EVERYWHERE:
         with pytest.raises(ValueError, match=text):
             call()
     # On one rank alone, the others would wait for it.

@@ -63,7 +63,7 @@ def own_rate(watch):
 
 def skipped_step(watch):
     """Skips a step whose gradient is unusually large: each rank looks only at its own."""
-    raise NotImplementedError("skipped_step: let all ranks decide alike")
+    raise NotImplementedError("skipped_step: make all ranks decide together")
     torch.manual_seed(0)
     model = drift.make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -114,7 +114,7 @@ def shard_of_epoch(epoch, count):
     """Returns the numbers of the examples that this rank uses in an epoch, as a list.
 
     Shuffle the numbers 0 to count - 1 in a different order in each epoch: `torch.randperm(count,
-    generator=...)`, with a generator whose seed is the epoch. All ranks must shuffle alike.
+    generator=...)`, with a generator whose seed is the epoch. All ranks must use the same order.
     Each takes every nproc-th number of the result, beginning at its own rank. Drop what is left
     over at the end, so that all ranks have the same number.
     """

@@ -65,7 +65,7 @@ def other_order(group):
 
 
 def lost_error(group):
-    """Rank 1 finds a spoilt example in its second batch, and goes on with the third."""
+    """Rank 1 finds a spoilt example in its second batch, and continues with the third."""
     model = torch.nn.Linear(4, 1)
     for step in range(5):
         sleep(0.05)
