@@ -71,6 +71,13 @@ def of_member(work: dist.Work | None) -> dist.Work:
     return work
 
 
+def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns every rank's object, by rank. Collective; the objects are pickled."""
+    found: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(found, mine, group=process_group)
+    return found
+
+
 def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
     """True if the group's collectives take CPU tensors; nccl's do not."""
     return any(device.type == "cpu" for device in check_group(process_group)._device_types)
