@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.group import check_group, on_gpu_of, takes_cpu_tensors
+from ddp_from_scratch.group import check_group, gather_objects, on_gpu_of, takes_cpu_tensors
 
 _WORDS = 2**16  # elements of a row
 # Knuth's MMIX multiplier. Row sums are multiplied by its powers, so that the order of rows counts.
@@ -220,9 +220,9 @@ def _find_difference(
     held: _Held | None, process_group: dist.ProcessGroup | None, when: str
 ) -> None:
     """Raises on every rank, unless ranks only hold different parts of a sharded state."""
-    everyone: list[dict[str, Mark] | None] = [None] * dist.get_world_size(process_group)
     # All ranks get all marks, so all raise the same error.
-    dist.all_gather_object(everyone, None if held is None else held.marks, group=process_group)
+    everyone: list[dict[str, Mark] | None]
+    everyone = gather_objects(None if held is None else held.marks, process_group)
     for label in dict.fromkeys(label for marks in everyone for label in marks or ()):
         marks = {
             rank: theirs.get(label)
@@ -263,6 +263,5 @@ def _distance(
         wide = torch.complex128 if values.is_complex() else torch.float64
         mine = (values.to(wide) - sent[0].to(wide)).abs().max().item()
     # Every rank gets every distance, so that all raise the same text.
-    everyone = [0.0] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
+    everyone = gather_objects(mine, process_group)
     return math.nan if any(math.isnan(one) for one in everyone) else max(everyone)
