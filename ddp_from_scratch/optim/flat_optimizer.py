@@ -21,8 +21,15 @@ from torch.autograd.graph import increment_version
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.memory import in_huge_pages
-from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
-from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, UpdateRule
+from ddp_from_scratch.optim.flat_params import (
+    ADAM_RULE,
+    CACHE_LINE,
+    SGD_RULE,
+    FlatParams,
+    UpdateRule,
+    can_move,
+    overlapping,
+)
 from ddp_from_scratch.reducer import Reducer
 
 
