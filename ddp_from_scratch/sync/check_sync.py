@@ -26,11 +26,9 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     A sum of integers times odd weights: a change of one element always shows; changes of several
     cancel out at most about once in 2**32 times.
     """
-    weights: dict[torch.device, torch.Tensor] = {}
+    weights = {device: _weights().to(device) for device in {tensor.device for tensor in tensors}}
     sums = []
     for tensor in tensors:
-        if tensor.device not in weights:
-            weights[tensor.device] = _weights().to(tensor.device)
         values = tensor.detach()
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj())

@@ -108,8 +108,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if broadcast_buffers is None:
             broadcast_buffers = True
         else:
-            instead = "forward_sync_buffers is for forward passes alone"
-            text = f"broadcast_buffers is deprecated; {instead}"
+            text = "broadcast_buffers is deprecated: forward_sync_buffers is for forward passes"
             warnings.warn(text, FutureWarning, stacklevel=2)
         self.module = module
         self.process_group = internals.chosen_group(module, process_group, device_mesh)
@@ -121,7 +120,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # Delayed parameters are broadcast like others, but the Reducer does not average them.
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignore | {name for name, _ in delayed}
-        parameters = internals.checked_parameters(module, self.parameters_to_ignore)
+        everyone = module.named_parameters()
+        parameters = [p for name, p in everyone if name not in self.parameters_to_ignore]
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter "
+                "that requires a gradient."
+            )
         self.device = parameters[0].device
         self.device_ids, self.output_device = internals.checked_devices(
             device_ids, output_device, parameters

@@ -15,27 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
+from ddp_from_scratch.backend.transport import this_machine
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.errors import PeerError, UsageError, one_line
-from ddp_from_scratch.group import (
-    check_group,
-    gather_objects,
-    gloo_beside,
-    on_gpu_of,
-    takes_cpu_tensors,
-)
-from ddp_from_scratch.watch import render
-from ddp_from_scratch.watch.recorder import (
-    Layout,
-    Mark,
-    RankTimes,
-    Record,
-    Recorder,
-    StepMarks,
-    moved,
-    rank_times,
-    step_times,
-)
+from ddp_from_scratch.group import check_group, gather_objects, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.watch import recorder, render
+from ddp_from_scratch.watch.recorder import Mark, Record, Recorder, StepMarks
 
 SKIP = 3  # averages before the first recorded step; the first of them rebuilds the buckets
 TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
@@ -62,12 +48,7 @@ class Timeline(Recorder):
         self._rank = self._group.rank()
         if self.folder is not None:
             self._on_rank_0(partial(_make, self.folder))
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        except OSError:
-            boot = ""
-        # The boot is part of a machine's name, since each boot resets its clock.
-        self._hosts: list[str] = gather_objects(f"{socket.gethostname()}/{boot}", self._group)
+        self._hosts = gather_objects(f"{socket.gethostname()}/{this_machine()}", self._group)
         self._clocks = clock_offsets(self._hosts, self._group)
         super().__init__(reducer.device)
         self._steps: list[StepMarks] = []  # the last one is incomplete
@@ -85,7 +66,7 @@ class Timeline(Recorder):
         if not self._open:
             return
         self.discard()
-        with on_gpu_of(self._reducer.module):
+        with gpu.current(self._reducer.device):
             self.record = self._gathered()
         if self.record is not None and self.folder is not None:
             self.has_picture = bool(self._on_rank_0(partial(write, self.record, self.folder)))
@@ -183,15 +164,15 @@ class Timeline(Recorder):
         after = clock_offsets(self._hosts, self._group)
         clocks = list(zip(self._clocks, after, strict=True))
         offset = sum(ms for ms, _ in clocks[self._rank]) / 2
-        own: dict[int, tuple[Layout, RankTimes]] = {}
+        own: dict[int, tuple[recorder.Layout, recorder.RankTimes]] = {}
         for step, following in pairwise(self._steps[: self._count + 1]):
             # Each from its forward pass to its optimizer's end.
             events = step.events[_opening(step) :] + following.events[: _opening(following)]
-            times = rank_times(self._rank, self.marks, replace(step, events=events))
-            own[step.iteration] = step.layout, moved(times, offset)
+            times = recorder.rank_times(self._rank, self.marks, replace(step, events=events))
+            own[step.iteration] = step.layout, recorder.moved(times, offset)
         ranks = gather_objects(own, self._group)
         steps = tuple(
-            step_times(number, layout, [found[number][1] for found in ranks])
+            recorder.step_times(number, layout, [found[number][1] for found in ranks])
             for number, (layout, _) in own.items()
             if all(number in found for found in ranks)
         )
