@@ -114,8 +114,13 @@ _gloo_beside = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns an unlisted gloo group with the same ranks, opened at the first call. Collective."""
+    """Returns a group of the same ranks for CPU tensors. Collective.
+
+    It is the group itself if that takes them, else an unlisted gloo group.
+    """
     group = check_group(process_group)
+    if takes_cpu_tensors(group):
+        return group
     if group not in _gloo_beside:
         store, timeout = store_beside(group), timeout_of(group)
         _gloo_beside[group] = open_gloo(store, group.rank(), group.size(), timeout)

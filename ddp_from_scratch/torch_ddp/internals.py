@@ -64,7 +64,8 @@ def _index(device: Any) -> int:
     return torch.accelerator.current_device_index() if index is None else int(index)
 
 
-def _refuse_sparse(module: torch.nn.Module, named: Iterable[tuple[str, Any]], why: str) -> None:
+def refuse_sparse(module: torch.nn.Module, named: Iterable[tuple[str, Any]], why: str) -> None:
+    """Raises if one of these parameters has a sparse gradient."""
     sparse = sparse_parameters(module)
     for name, parameter in named:
         if id(parameter) in sparse:
@@ -103,28 +104,13 @@ def cast_buffers(
     """Casts the floating buffers to `dtype` permanently; None keeps their dtype."""
     # Autograd cannot propagate a sparse gradient through a cast.
     own = [(name, p) for name, p in module.named_parameters() if name not in ignore]
-    _refuse_sparse(module, own, "mixed_precision cannot cast: use torch.autocast, or make it dense")
+    refuse_sparse(module, own, "mixed_precision cannot cast: use torch.autocast, or make it dense")
     for name, buffer in module.named_buffers():
         if dtype is not None and name not in ignore and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)
 
 
 # Reducers ---------------------------------------------------------------------------------------
-
-
-def checked_delayed(
-    module: torch.nn.Module,
-    named: Sequence[tuple[str, torch.nn.Parameter]] | None,
-    trigger: torch.nn.Parameter | None,
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """Returns the parameters that are averaged separately when the trigger is ready."""
-    if (named is None) != (trigger is None):
-        raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
-            "time"
-        )
-    _refuse_sparse(module, named or (), "cannot be delayed")
-    return list(named or ())
 
 
 class DelayedReduction:

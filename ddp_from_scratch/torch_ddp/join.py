@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.group import gloo_beside
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
@@ -124,10 +124,8 @@ class JoinableReducer(Joinable, JoinHook, Extension):
 
     def agree_on_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
-        group = check_group(self.reducer.process_group)
-        highest = torch.tensor([dist.get_rank(group) if candidate else -1])
-        if not takes_cpu_tensors(group):
-            group = gloo_beside(group)  # the host must not wait for a GPU
+        group = gloo_beside(self.reducer.process_group)  # the host must not wait for a GPU
+        highest = torch.tensor([group.rank() if candidate else -1])
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 

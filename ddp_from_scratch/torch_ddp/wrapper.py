@@ -96,8 +96,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        trigger = param_to_hook_all_reduce
-        delayed = internals.checked_delayed(module, delay_all_reduce_named_params, trigger)
+        trigger, delayed = param_to_hook_all_reduce, list(delay_all_reduce_named_params or ())
+        if (delay_all_reduce_named_params is None) != (trigger is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+                "same time"
+            )
+        internals.refuse_sparse(module, delayed, "cannot be delayed")
         if lazy_bucket_allocation:
             raise ValueError(
                 "lazy_bucket_allocation=True is not supported, because buckets keep their memory: "

@@ -202,12 +202,11 @@ class RankTimes:
     @property
     def hidden(self) -> float:
         """The share of communication during which the main thread did not wait, 0 to 1."""
-        whole, waits = self.communication, [bucket.wait for bucket in self.buckets]
-        if not whole:
+        if not self.communication:
             return 0.0
-        sent = [bucket.sent for bucket in self.buckets]
-        both = whole + _covered(waits) - _covered([*sent, *waits])
-        return 1 - both / whole
+        sent, waits = [b.sent for b in self.buckets], [b.wait for b in self.buckets]
+        both = self.communication + _covered(waits) - _covered([*sent, *waits])
+        return 1 - both / self.communication
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,9 @@ class Progress(NamedTuple):
     ) -> "Progress":
         """Reads the position of a step after `launched` buckets. Any thread may call it."""
         waits = "the end of the backward pass" if 0 < launched == len(buckets) else None
-        for bucket in buckets[:launched]:
-            if not bucket.arrived:
-                inside = shortened([names[index] for index in bucket.members], 3)
-                waits = f"bucket {bucket.index()} of {len(buckets)} ({inside})"
-                break
+        if under_way := [bucket for bucket in buckets[:launched] if not bucket.arrived]:
+            inside = shortened([names[index] for index in under_way[0].members], 3)
+            waits = f"bucket {under_way[0].index()} of {len(buckets)} ({inside})"
         # Only unlaunched buckets: an unpacked one already counts its members as missing again.
         missing = [sorted(b.missing.difference([*b.noted])) for b in buckets[launched:]]
         count = len(names) - sum(map(len, missing))

@@ -19,7 +19,7 @@ from ddp_from_scratch import gpu
 from ddp_from_scratch.backend.transport import this_machine
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.errors import PeerError, UsageError, one_line
-from ddp_from_scratch.group import check_group, gather_objects, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.group import gather_objects, gloo_beside
 from ddp_from_scratch.watch import recorder, render
 from ddp_from_scratch.watch.recorder import Mark, Record, Recorder, StepMarks
 
@@ -43,9 +43,8 @@ class Timeline(Recorder):
         self.has_picture = False  # True if rank 0 has matplotlib
         self._reducer, self._count, self._skip = reducer, steps, skip
         self.folder = None if folder is None else Path(folder)
-        group = check_group(reducer.process_group)
-        self._group = group if takes_cpu_tensors(group) else gloo_beside(group)
-        self._rank = self._group.rank()
+        self._group = gloo_beside(reducer.process_group)
+        self.rank = self._group.rank()
         if self.folder is not None:
             self._on_rank_0(partial(_make, self.folder))
         self._hosts = gather_objects(f"{socket.gethostname()}/{this_machine()}", self._group)
@@ -150,7 +149,7 @@ class Timeline(Recorder):
         result: object = None
         text, caught = "", None
         try:
-            if self._rank == 0:
+            if self.rank == 0:
                 result = write()
         # Any error, such as one of matplotlib, since the other ranks wait for the result.
         except Exception as error:  # noqa: BLE001
@@ -163,12 +162,12 @@ class Timeline(Recorder):
     def _gathered(self) -> Record | None:
         after = clock_offsets(self._hosts, self._group)
         clocks = list(zip(self._clocks, after, strict=True))
-        offset = sum(ms for ms, _ in clocks[self._rank]) / 2
+        offset = sum(ms for ms, _ in clocks[self.rank]) / 2
         own: dict[int, tuple[recorder.Layout, recorder.RankTimes]] = {}
         for step, following in pairwise(self._steps[: self._count + 1]):
             # Each from its forward pass to its optimizer's end.
             events = step.events[_opening(step) :] + following.events[: _opening(following)]
-            times = recorder.rank_times(self._rank, self.marks, replace(step, events=events))
+            times = recorder.rank_times(self.rank, self.marks, replace(step, events=events))
             own[step.iteration] = step.layout, recorder.moved(times, offset)
         ranks = gather_objects(own, self._group)
         steps = tuple(
@@ -221,7 +220,7 @@ def timeline(
         recorded.discard()
         raise
     recorded.close()
-    if recorded.record is None and dist.get_rank(reducer.process_group) == 0:
+    if recorded.record is None and recorded.rank == 0:
         warnings.warn(TOO_FEW, stacklevel=3)
 
 
@@ -280,11 +279,10 @@ def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[
     The fastest of several rounds counts; its error is at most half of its round-trip time. See
     Cristian, "Probabilistic clock synchronization" (1989).
     """
-    found = torch.zeros(len(hosts), 2, dtype=torch.float64)
+    found: dict[str, tuple[float, float]] = {}
     there = torch.zeros(1, dtype=torch.float64)
-    firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
-    for other in firsts[1:]:
-        rounds = []
+    for host in list(dict.fromkeys(hosts))[1:]:
+        other, rounds = hosts.index(host), []
         # The group's own methods, since torch's functions reject an unlisted group (`open_gloo`).
         for _ in range(_ROUNDS):
             if group.rank() == 0:
@@ -299,6 +297,6 @@ def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[
                 group.send([there], 0, _TAG).wait()
         if rounds:
             way, offset = min(rounds)
-            found[other] = torch.tensor((offset * 1e3, way / 2 * 1e3), dtype=torch.float64)
-    dist.broadcast(found, group=group, group_src=0)
-    return [tuple(found[hosts.index(host)].tolist()) for host in hosts]
+            found[host] = offset * 1e3, way / 2 * 1e3
+    offsets = gather_objects(found, group)[0]
+    return [offsets.get(host, (0.0, 0.0)) for host in hosts]
