@@ -17,7 +17,7 @@ sums of that chunk (all-to-all), adds them along the tree, and sends the average
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -79,19 +79,6 @@ class Block(NamedTuple):
     size: int
 
 
-def aligned_blocks(part: range) -> list[Block]:
-    """Returns the fewest tree nodes that cover exactly these virtual ranks, in order."""
-    blocks, start = [], part.start
-    while start < part.stop:
-        # The lowest set bit of `start` is the largest size that divides it; every size divides 0.
-        size = start & -start or 1 << part.stop.bit_length()
-        while start + size > part.stop:
-            size //= 2
-        blocks.append(Block(start, size))
-        start += size
-    return blocks
-
-
 Gradients = dict[int, torch.Tensor]  # by parameter index; a missing gradient is zero
 
 
@@ -118,6 +105,15 @@ class PartialSums:
     def in_order(self) -> list[tuple[Block, Gradients]]:
         """Returns the sums without a sibling, in the order of virtual ranks."""
         return sorted(self._values.items(), key=lambda item: item[0])
+
+
+@cache
+def aligned_blocks(part: range) -> list[Block]:
+    """Returns the fewest tree nodes that cover exactly these virtual ranks, in order."""
+    sums = PartialSums()
+    for virtual_rank in part:
+        sums.push(Block(virtual_rank, 1), {})
+    return [block for block, _ in sums.in_order()]
 
 
 class TreeReduction:
