@@ -102,6 +102,8 @@ class Recorder(Extension):
             self.note("forward")
 
     def on_forwarded(self, outputs: object) -> None:
+        if torch.is_grad_enabled():
+            self.note("forwarded")
         for tensor in find_tensors(outputs):
             # A leaf may be a parameter, which would keep the hook forever.
             if tensor.grad_fn is not None:
@@ -121,7 +123,7 @@ class Recorder(Extension):
     def on_launch(self, bucket: Bucket) -> None:
         if self.step is not None:
             # A launch after these events shows a backward pass whose begin was not noted.
-            self._in_backward |= self.step.events[-1][0] in ("begin", "over", "stepped")
+            self._in_backward |= self.step.events[-1][0] in ("begin", "over", "step", "stepped")
             self.step.events.append(("launch", None))
 
     def on_agree(self) -> None:
@@ -150,6 +152,7 @@ class Recorder(Extension):
             this = weakref.proxy(self)
             handle = optimizer.register_step_post_hook(lambda *_: this.note("stepped"))
             self._optimizers[optimizer] = weakref.finalize(self, handle.remove)
+        self.note("step")
 
 
 # Times, in ms on one clock ----------------------------------------------------------------------

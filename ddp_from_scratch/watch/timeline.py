@@ -93,11 +93,6 @@ class Timeline(Recorder):
             moments = self.step.buckets.setdefault(bucket.index(), {})
             moments[moment] = self.marks.take()
 
-    def on_forwarded(self, outputs: object) -> None:
-        if torch.is_grad_enabled():
-            self.note("forwarded")
-        super().on_forwarded(outputs)
-
     def on_launch(self, bucket: Bucket) -> None:
         super().on_launch(bucket)
         self._mark(bucket, "pack")
@@ -137,10 +132,6 @@ class Timeline(Recorder):
         # One average later, when every rank has ended the last step.
         if iteration > self._first + self._count:
             self.close()
-
-    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        super().on_step(optimizer)
-        self.note("step")
 
     # The record ---------------------------------------------------------------------------------
 
