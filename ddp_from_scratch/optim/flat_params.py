@@ -22,6 +22,7 @@ from itertools import accumulate, groupby, pairwise, product
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch.optim.sgd import sgd
 
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.memory import dense_strides
@@ -101,18 +102,10 @@ class SGDRule(UpdateRule):
         if parameter.is_cuda and parameter.is_floating_point() and not gradient.is_sparse:
             self._update_contiguous(tensors, age, group)
             return
-        if group["maximize"]:
-            gradient = -gradient
-        if group["weight_decay"] != 0:
-            gradient = gradient.add(parameter, alpha=float(group["weight_decay"]))
-        for momentum in state:
-            if age == 0:
-                momentum.copy_(gradient)  # undampened
-            else:
-                momentum.mul_(group["momentum"]).add_(gradient, alpha=1 - group["dampening"])
-            nesterov = group["nesterov"]
-            gradient = gradient.add(momentum, alpha=group["momentum"]) if nesterov else momentum
-        parameter.add_(gradient, alpha=-float(group["lr"]))
+        momentum = [state[0] if state and age else None]
+        sgd([parameter], [gradient], momentum, foreach=False, fused=False, **_sgd_settings(group))
+        if age == 0 and momentum[0] is not None:
+            state[0].copy_(momentum[0])
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
         # The fused kernel steps the whole cache lines of each part, and `update` the rest.
@@ -169,12 +162,16 @@ class AdamRule(UpdateRule):
 SGD_RULE, ADAM_RULE = SGDRule(), AdamRule()
 
 
+def _sgd_settings(group: Group) -> dict[str, Any]:
+    settings = {name: group[name] for name in SGDRule.settings}
+    return settings | {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+
+
 def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
     parameters, gradients, *momentum = columns
-    settings = {name: group[name] for name in SGDRule.settings}
-    settings |= {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
     buffers = momentum[0] if momentum else []
     first = bool(momentum) and age == 0  # a GPU's kernel warns of the flag without momentum
+    settings = _sgd_settings(group)
     torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=first)
 
 
