@@ -168,9 +168,8 @@ class _Held:
         for number, optimizer in enumerate(optimizers):
             whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
             for name, parameter in named:
-                if parameter in optimizer.state:
-                    for key, value in _values(optimizer.state[parameter]):
-                        self.tensors[f"{key} in the state of {whose} for parameter {name}"] = value
+                for key, value in _values(optimizer.state.get(parameter)):
+                    self.tensors[f"{key} in the state of {whose} for parameter {name}"] = value
         numbers = checksums(list(self.tensors.values()))
         self.marks: dict[str, Mark] = {
             label: (f"{tensor.dtype} {tuple(tensor.shape)}", number)
