@@ -33,7 +33,7 @@ from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.watch.record import StepTimes
+from ddp_from_scratch.watch.recorder import StepTimes
 from ddp_from_scratch.watch.render import Spans, computed, draw_panels, legend, line, sent
 from ddp_from_scratch.world import World
 

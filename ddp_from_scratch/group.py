@@ -71,6 +71,13 @@ def of_member(work: dist.Work | None) -> dist.Work:
     return work
 
 
+def gather_objects(mine: Any, process_group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns every rank's object, by rank. Collective; the objects are pickled."""
+    found: list[Any] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(found, mine, group=process_group)
+    return found
+
+
 def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
     """True if the group's collectives take CPU tensors; nccl's do not."""
     return any(device.type == "cpu" for device in check_group(process_group)._device_types)
@@ -107,8 +114,13 @@ _gloo_beside = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
 def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """Returns an unlisted gloo group with the same ranks, opened at the first call. Collective."""
+    """Returns a group of the same ranks for CPU tensors. Collective.
+
+    It is the group itself if that takes them, else an unlisted gloo group.
+    """
     group = check_group(process_group)
+    if takes_cpu_tensors(group):
+        return group
     if group not in _gloo_beside:
         store, timeout = store_beside(group), timeout_of(group)
         _gloo_beside[group] = open_gloo(store, group.rank(), group.size(), timeout)

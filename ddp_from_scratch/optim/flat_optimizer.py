@@ -21,8 +21,8 @@ from torch.autograd.graph import increment_version
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.memory import in_huge_pages
-from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
-from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, UpdateRule
+from ddp_from_scratch.optim import flat_params
+from ddp_from_scratch.optim.flat_params import FlatParams, UpdateRule, can_move, overlapping
 from ddp_from_scratch.reducer import Reducer
 
 
@@ -178,7 +178,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         offsets, itemsize = bucket.offsets, bucket.buffer().itemsize
         cuts = [0]
         for i in range(1, len(groups)):
-            odd = (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0
+            odd = (offsets[i] - offsets[cuts[-1]]) * itemsize % flat_params.CACHE_LINE != 0
             # A part that begins inside a piece might not begin at a cache line of a parameter.
             apart = odd and self._cuts_gradients and not self._rule.exact_anywhere
             if apart or groups[i] != groups[i - 1]:
@@ -257,7 +257,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
     Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
     """
 
-    _rule = SGD_RULE
+    _rule = flat_params.SGD_RULE
 
 
 class Adam(FlatOptimizer, torch.optim.Adam):
@@ -268,7 +268,7 @@ class Adam(FlatOptimizer, torch.optim.Adam):
     Follows: torch/optim/adam.py, `_fused_adam`.
     """
 
-    _rule = ADAM_RULE
+    _rule = flat_params.ADAM_RULE
 
 
 class AdamW(FlatOptimizer, torch.optim.AdamW):
@@ -277,4 +277,4 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
     Follows: torch/optim/adamw.py, and `_fused_adam` in torch/optim/adam.py.
     """
 
-    _rule = ADAM_RULE
+    _rule = flat_params.ADAM_RULE

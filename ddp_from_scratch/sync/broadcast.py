@@ -2,24 +2,23 @@
 
 import hashlib
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.core.layout import assign
-from ddp_from_scratch.group import check_group, on_gpu_of
+from ddp_from_scratch.group import check_group, gather_objects, on_gpu_of
 from ddp_from_scratch.memory import sparse_parameters, split_like
 
 # Approximate. Small enough that a rank forwards one message while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20
 
-_LAZY = " is lazy and has no shape yet"
-_EXPANDED = " is expanded: several of its elements share memory"
-_REMEDIES = {
-    _LAZY: "run one forward pass on every rank before broadcast_parameters",
-    _EXPANDED: "clone() it on every rank",
-}
+# What some tensors are, and what to do.
+_LAZY = (
+    "is lazy and has no shape yet: run one forward pass on every rank before broadcast_parameters"
+)
+_EXPANDED = "is expanded: several of its elements share memory: clone() it on every rank"
 
 
 def broadcast_parameters(
@@ -75,23 +74,24 @@ def broadcast_buffers(
 def _check_same_model(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None, ignore: Collection[str]
 ) -> None:
-    def everyones(mine: Any) -> list[Any]:
-        found = [None] * dist.get_world_size(process_group)
-        with on_gpu_of(module):
-            dist.all_gather_object(found, mine, group=process_group)
-        return found
-
     mine = _describe(module, ignore)
-    # Equal ranks exchange 32 bytes each. The long descriptions are sent only to name a difference.
-    digests = everyones(hashlib.sha256("\n".join(mine).encode()).digest())
-    if len(set(digests)) == 1:
-        # A rank that raised before the exchange would leave the others waiting.
-        for line in mine:
-            _refuse(line)
-        return
-    descriptions = everyones(mine)
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    raise RuntimeError(_first_difference(descriptions[0], descriptions[other], other))
+    with on_gpu_of(module):
+        # Equal ranks exchange 32 bytes each. Descriptions are sent only to name a difference.
+        digests = gather_objects(hashlib.sha256("\n".join(mine).encode()).digest(), process_group)
+        if len(set(digests)) == 1:
+            # A rank that raised before the exchange would leave the others waiting.
+            for line in mine:
+                if line.endswith((_LAZY, _EXPANDED)):
+                    raise ValueError(line)
+            return
+        descriptions = gather_objects(mine, process_group)
+    rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    zero, other = descriptions[0], descriptions[rank]
+    ours, theirs = next(pair for pair in zip_longest(zero, other) if pair[0] != pair[1])
+    raise RuntimeError(
+        f"the models differ: rank 0 has {ours or f'only {len(zero)} parameters and buffers'}; "
+        f"rank {rank} has {theirs or f'only {len(other)} parameters and buffers'}"
+    )
 
 
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
@@ -99,9 +99,9 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
 
     def line(kind: str, name: str, tensor: torch.Tensor) -> str:
         if torch.nn.parameter.is_lazy(tensor):
-            return f"{kind} {name}{_LAZY}"
+            return f"{kind} {name} {_LAZY}"
         if _is_expanded(tensor):
-            return f"{kind} {name}{_EXPANDED}"
+            return f"{kind} {name} {_EXPANDED}"
         shape = f"{kind} {name}: shape {tuple(tensor.shape)}"
         if kind == "buffer":
             return f"{shape}, {tensor.dtype}"
@@ -117,7 +117,7 @@ def check_buffers(module: torch.nn.Module, ignore: Collection[str]) -> None:
     """Raises a ValueError for an expanded buffer, which no rank could receive."""
     for name, buffer in module.named_buffers():
         if name not in ignore and _is_expanded(buffer):
-            _refuse(f"buffer {name}{_EXPANDED}")
+            raise ValueError(f"buffer {name} {_EXPANDED}")
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
@@ -125,24 +125,6 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
         return False
     rows = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in rows)
-
-
-def _refuse(line: str) -> None:
-    for problem, remedy in _REMEDIES.items():
-        if line.endswith(problem):
-            raise ValueError(f"{line}: {remedy}")
-
-
-def _first_difference(zero: list[str], other: list[str], rank: int) -> str:
-    for ours, theirs in zip(zero, other, strict=False):
-        if ours != theirs:
-            return f"the models differ: rank 0 has {ours}; rank {rank} has {theirs}"
-    longer, has = (0, zero) if len(zero) > len(other) else (rank, other)
-    extra = has[min(len(zero), len(other))]
-    return (
-        f"the models differ: rank 0 has {len(zero)} parameters and buffers, rank {rank} has "
-        f"{len(other)}; only rank {longer} has {extra}"
-    )
 
 
 def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.group import check_group, on_gpu_of, takes_cpu_tensors
+from ddp_from_scratch.group import check_group, gather_objects, on_gpu_of, takes_cpu_tensors
 
 _WORDS = 2**16  # elements of a row
 # Knuth's MMIX multiplier. Row sums are multiplied by its powers, so that the order of rows counts.
@@ -26,11 +26,9 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
     A sum of integers times odd weights: a change of one element always shows; changes of several
     cancel out at most about once in 2**32 times.
     """
-    weights: dict[torch.device, torch.Tensor] = {}
+    weights = {device: _weights().to(device) for device in {tensor.device for tensor in tensors}}
     sums = []
     for tensor in tensors:
-        if tensor.device not in weights:
-            weights[tensor.device] = _weights().to(tensor.device)
         values = tensor.detach()
         if values.is_complex():
             values = torch.view_as_real(values.resolve_conj())
@@ -170,9 +168,8 @@ class _Held:
         for number, optimizer in enumerate(optimizers):
             whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
             for name, parameter in named:
-                if parameter in optimizer.state:
-                    for key, value in _values(optimizer.state[parameter]):
-                        self.tensors[f"{key} in the state of {whose} for parameter {name}"] = value
+                for key, value in _values(optimizer.state.get(parameter)):
+                    self.tensors[f"{key} in the state of {whose} for parameter {name}"] = value
         numbers = checksums(list(self.tensors.values()))
         self.marks: dict[str, Mark] = {
             label: (f"{tensor.dtype} {tuple(tensor.shape)}", number)
@@ -220,9 +217,9 @@ def _find_difference(
     held: _Held | None, process_group: dist.ProcessGroup | None, when: str
 ) -> None:
     """Raises on every rank, unless ranks only hold different parts of a sharded state."""
-    everyone: list[dict[str, Mark] | None] = [None] * dist.get_world_size(process_group)
     # All ranks get all marks, so all raise the same error.
-    dist.all_gather_object(everyone, None if held is None else held.marks, group=process_group)
+    everyone: list[dict[str, Mark] | None]
+    everyone = gather_objects(None if held is None else held.marks, process_group)
     for label in dict.fromkeys(label for marks in everyone for label in marks or ()):
         marks = {
             rank: theirs.get(label)
@@ -263,6 +260,5 @@ def _distance(
         wide = torch.complex128 if values.is_complex() else torch.float64
         mine = (values.to(wide) - sent[0].to(wide)).abs().max().item()
     # Every rank gets every distance, so that all raise the same text.
-    everyone = [0.0] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, mine, group=process_group)
+    everyone = gather_objects(mine, process_group)
     return math.nan if any(math.isnan(one) for one in everyone) else max(everyone)

@@ -22,7 +22,7 @@ from ddp_from_scratch.group import all_gather_single
 
 # Takes a row of one batch, and returns those of all batches, in their order. Collective.
 Gather = Callable[[torch.Tensor], torch.Tensor]
-# Set if a rank has several batches in a step (`virtual_ranks/lock_step.py`).
+# Set if a rank has several batches in a step (`virtual_ranks/virtual_ranks.py`).
 several_batches: ContextVar[Gather | None] = ContextVar("several_batches", default=None)
 
 

@@ -1,6 +1,6 @@
 """Parts of `DistributedDataParallel`: arguments, mixed precision, delayed gradients, Reducers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -40,19 +40,6 @@ def chosen_group(
     return group
 
 
-def checked_parameters(
-    module: torch.nn.Module, ignore: Collection[str]
-) -> list[torch.nn.Parameter]:
-    """Returns the parameters that are not ignored. Raises if all are frozen."""
-    ours = [p for name, p in module.named_parameters() if name not in ignore]
-    if not any(parameter.requires_grad for parameter in ours):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
-            "requires a gradient."
-        )
-    return ours
-
-
 def checked_devices(
     device_ids: Sequence[Any] | None, output_device: Any, parameters: Sequence[torch.Tensor]
 ) -> tuple[list[int] | None, int | None]:
@@ -75,6 +62,14 @@ def checked_devices(
 def _index(device: Any) -> int:
     index = device if isinstance(device, int) else torch.device(device).index
     return torch.accelerator.current_device_index() if index is None else int(index)
+
+
+def refuse_sparse(module: torch.nn.Module, named: Iterable[tuple[str, Any]], why: str) -> None:
+    """Raises if one of these parameters has a sparse gradient."""
+    sparse = sparse_parameters(module)
+    for name, parameter in named:
+        if id(parameter) in sparse:
+            raise ValueError(f"parameter {name} has a sparse gradient, which {why}")
 
 
 # Mixed precision --------------------------------------------------------------------------------
@@ -107,38 +102,15 @@ def cast_buffers(
     module: torch.nn.Module, dtype: torch.dtype | None, ignore: Collection[str]
 ) -> None:
     """Casts the floating buffers to `dtype` permanently; None keeps their dtype."""
-    sparse = sparse_parameters(module)
-    for name, parameter in module.named_parameters():
-        # Autograd cannot propagate a sparse gradient through a cast.
-        if id(parameter) in sparse and name not in ignore:
-            raise ValueError(
-                f"mixed_precision cannot cast parameter {name}, whose gradient is sparse: use "
-                f"torch.autocast, or make it dense"
-            )
+    # Autograd cannot propagate a sparse gradient through a cast.
+    own = [(name, p) for name, p in module.named_parameters() if name not in ignore]
+    refuse_sparse(module, own, "mixed_precision cannot cast: use torch.autocast, or make it dense")
     for name, buffer in module.named_buffers():
         if dtype is not None and name not in ignore and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)
 
 
 # Reducers ---------------------------------------------------------------------------------------
-
-
-def checked_delayed(
-    module: torch.nn.Module,
-    named: Sequence[tuple[str, torch.nn.Parameter]] | None,
-    trigger: torch.nn.Parameter | None,
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """Returns the parameters that are averaged separately when the trigger is ready."""
-    if (named is None) != (trigger is None):
-        raise ValueError(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same "
-            "time"
-        )
-    sparse = sparse_parameters(module)
-    for name, parameter in named or ():
-        if id(parameter) in sparse:
-            raise ValueError(f"parameter {name} has a sparse gradient, which cannot be delayed")
-    return list(named or ())
 
 
 class DelayedReduction:
@@ -155,7 +127,7 @@ class DelayedReduction:
         kinds = [(p.nbytes, (p.dtype, p.device)) for p in parameters]
         plan = assign(kinds, range(len(parameters)), [2**62])
         self._buckets = [ViewBucket(members, [parameters[m] for m in members]) for members in plan]
-        self.hook = trigger.register_hook(self._launch)
+        trigger.register_hook(self._launch)
 
     @torch.no_grad()
     def _launch(self, gradient: torch.Tensor) -> None:

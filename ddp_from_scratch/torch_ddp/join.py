@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.group import gloo_beside
 from ddp_from_scratch.options.checks import sync_batch_norms
+from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 
@@ -38,7 +39,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         self.reducer = reducer
         self.by_initial_world_size = True
         self.last_rank: int | None = None  # all ranks got its parameters when a context ended
-        self._outside = self._join_config  # disabled; `end` restores it, torch's `Join` never does
+        self._outside = self._join_config  # disabled, and again after a context
         self._averaged = True  # the last step averaged, so buffers are due before the next one
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -64,16 +65,12 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         """
         if not self._join_config.enable:
             return
-        sync = self.reducer.sync
         self.reducer.set_joining(True)
         # The order is that of `main_hook`. Otherwise ranks with and without data would deadlock.
         Join.notify_join_context(self)
-        self.check_norms(1.0)
-        self.send_buffers(has_data=True)
-        # Weight 0 under no_sync() tells ranks without data whether any rank averages in this step.
-        weight = self.reducer.agree_weight(1.0 if sync else 0.0)
-        self._averaged = sync
-        if sync:
+        weight = self._begin_step(has_data=True)
+        self._averaged = self.reducer.sync
+        if self._averaged:
             self.reducer.sender.set_weight(None if self.by_initial_world_size else weight.value)
 
     def on_forward(self) -> None:
@@ -83,9 +80,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
 
     def main_hook(self) -> None:
         """Takes part in a step of the other ranks without data."""
-        self.check_norms(0.0)
-        self.send_buffers(has_data=False)
-        nothing = self.reducer.agree_weight(0.0)
+        nothing = self._begin_step(has_data=False)
         # 0 if all other ranks are under no_sync(), where they launch no bucket.
         self._averaged = nothing.total() != 0
         if self._averaged:
@@ -95,39 +90,32 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends the context: no rank has data left."""
         reducer = self.reducer
-        self.last_rank = self.agree_on_rank(is_last_joiner)
+        self.last_rank = self._highest_rank(is_last_joiner)
         broadcast_parameters(reducer.module, self.last_rank, reducer.process_group, reducer.ignore)
-        self.end()
-
-    def send_buffers(self, has_data: bool) -> None:
-        """Broadcasts the buffers of a rank with data, if the last step averaged. Collective."""
-        if self._averaged and self.reducer.buffer_sync.will_send():
-            self.reducer.buffer_sync.send(self.agree_on_rank(has_data))
-
-    def end(self) -> None:
-        """Leaves the context. Idempotent."""
         # torch's `Join` does not announce its end. Without this, later forward passes would still
         # agree on ranks and weights, and overrule `Reducer.weight`.
         self._join_config = self._outside
-        self.reducer.set_joining(False)
+        reducer.set_joining(False)
 
-    def check_norms(self, amount: float) -> None:
-        """Raises on every rank if batch norm would wait for a rank with amount 0. Collective."""
-        if not sync_batch_norms(self.reducer.module):
-            return
-        with_data = self.reducer.agree_weight(amount).total()
-        if with_data < dist.get_world_size(self.reducer.process_group):
-            raise RuntimeError(
-                "a rank has run out of data inside join(), and synchronised batch norm needs all "
-                "ranks in every forward pass: give all ranks as many batches"
-            )
+    def _begin_step(self, has_data: bool) -> GradientWeight:
+        """Agrees on the ranks that average in this step, and sends buffers. Collective."""
+        reducer = self.reducer
+        if sync_batch_norms(reducer.module):
+            with_data = reducer.agree_weight(float(has_data)).total()
+            if with_data < dist.get_world_size(reducer.process_group):
+                raise RuntimeError(
+                    "a rank has run out of data inside join(), and synchronised batch norm needs "
+                    "all ranks in every forward pass: give all ranks as many batches"
+                )
+        if self._averaged and reducer.buffer_sync.will_send():
+            reducer.buffer_sync.send(self._highest_rank(has_data))
+        # Weight 0 under no_sync() tells ranks without data whether any rank averages in this step.
+        return reducer.agree_weight(float(has_data and reducer.sync))
 
-    def agree_on_rank(self, candidate: bool) -> int:
+    def _highest_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
-        group = check_group(self.reducer.process_group)
-        highest = torch.tensor([dist.get_rank(group) if candidate else -1])
-        if not takes_cpu_tensors(group):
-            group = gloo_beside(group)  # the host must not wait for a GPU
+        group = gloo_beside(self.reducer.process_group)  # the host must not wait for a GPU
+        highest = torch.tensor([group.rank() if candidate else -1])
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 

@@ -96,8 +96,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        trigger = param_to_hook_all_reduce
-        delayed = internals.checked_delayed(module, delay_all_reduce_named_params, trigger)
+        trigger, delayed = param_to_hook_all_reduce, list(delay_all_reduce_named_params or ())
+        if (delay_all_reduce_named_params is None) != (trigger is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+                "same time"
+            )
+        internals.refuse_sparse(module, delayed, "cannot be delayed")
         if lazy_bucket_allocation:
             raise ValueError(
                 "lazy_bucket_allocation=True is not supported, because buckets keep their memory: "
@@ -108,8 +113,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if broadcast_buffers is None:
             broadcast_buffers = True
         else:
-            instead = "forward_sync_buffers is for forward passes alone"
-            text = f"broadcast_buffers is deprecated; {instead}"
+            text = "broadcast_buffers is deprecated: forward_sync_buffers is for forward passes"
             warnings.warn(text, FutureWarning, stacklevel=2)
         self.module = module
         self.process_group = internals.chosen_group(module, process_group, device_mesh)
@@ -121,7 +125,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # Delayed parameters are broadcast like others, but the Reducer does not average them.
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore = ignore | {name for name, _ in delayed}
-        parameters = internals.checked_parameters(module, self.parameters_to_ignore)
+        everyone = module.named_parameters()
+        parameters = [p for name, p in everyone if name not in self.parameters_to_ignore]
+        if not any(parameter.requires_grad for parameter in parameters):
+            raise RuntimeError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter "
+                "that requires a gradient."
+            )
         self.device = parameters[0].device
         self.device_ids, self.output_device = internals.checked_devices(
             device_ids, output_device, parameters

@@ -15,10 +15,11 @@ sums of that chunk (all-to-all), adds them along the tree, and sends the average
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import cache, partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,9 +67,6 @@ def seeded(*numbers: int) -> Iterator[None]:
         set_generator_states(before)
 
 
-T = TypeVar("T")
-
-
 def virtual_rank_range(virtual_ranks: int, rank: int, ranks: int) -> range:
     """Returns a rank's contiguous virtual ranks. The counts of ranks differ by at most one."""
     return range(rank * virtual_ranks // ranks, (rank + 1) * virtual_ranks // ranks)
@@ -81,50 +79,41 @@ class Block(NamedTuple):
     size: int
 
 
-def aligned_blocks(part: range) -> list[Block]:
-    """Returns the fewest tree nodes that cover exactly these virtual ranks, in order."""
-    blocks, start = [], part.start
-    while start < part.stop:
-        # The lowest set bit of `start` is the largest size that divides it; every size divides 0.
-        size = start & -start or 1 << part.stop.bit_length()
-        while start + size > part.stop:
-            size //= 2
-        blocks.append(Block(start, size))
-        start += size
-    return blocks
+Gradients = dict[int, torch.Tensor]  # by parameter index; a missing gradient is zero
 
 
-class PartialSums(Generic[T]):
-    """A binary counter of sums. `add` takes the lower virtual ranks first, and may reuse memory."""
+class PartialSums:
+    """A binary counter of sums, in the memory of the lower virtual ranks' gradients."""
 
-    def __init__(self, add: Callable[[T, T], T]) -> None:
-        self._add = add
-        self._values: dict[Block, T] = {}
+    def __init__(self) -> None:
+        self._values: dict[Block, Gradients] = {}
 
-    def push(self, block: Block, value: T) -> None:
-        """Adds the value of a new block. Blocks may come in any order."""
+    def push(self, block: Block, value: Gradients) -> None:
+        """Adds the gradients of a new block. Blocks may come in any order."""
         start, size = block
         # The bit of `size` tells a left sibling from a right one.
         while (sibling := Block(start ^ size, size)) in self._values:
             other = self._values.pop(sibling)
-            value = self._add(other, value) if start & size else self._add(value, other)
+            low, high = (other, value) if start & size else (value, other)
+            both = [index for index in low if index in high]
+            if both:
+                torch._foreach_add_([low[i] for i in both], [high[i] for i in both])
+            value = high | low
             start, size = start & ~size, 2 * size
         self._values[Block(start, size)] = value
 
-    def __iter__(self) -> Iterator[tuple[Block, T]]:
-        """Yields the sums without a sibling, in the order of virtual ranks."""
-        return iter(sorted(self._values.items(), key=lambda item: item[0]))
+    def in_order(self) -> list[tuple[Block, Gradients]]:
+        """Returns the sums without a sibling, in the order of virtual ranks."""
+        return sorted(self._values.items(), key=lambda item: item[0])
 
 
-Gradients = dict[int, torch.Tensor]  # by parameter index; a missing gradient is zero
-
-
-def add_gradients(low: Gradients, high: Gradients) -> Gradients:
-    """Adds `high` to `low`, in `low`'s memory where both have a gradient."""
-    both = [index for index in low if index in high]
-    if both:
-        torch._foreach_add_([low[index] for index in both], [high[index] for index in both])
-    return high | low
+@cache
+def aligned_blocks(part: range) -> list[Block]:
+    """Returns the fewest tree nodes that cover exactly these virtual ranks, in order."""
+    sums = PartialSums()
+    for virtual_rank in part:
+        sums.push(Block(virtual_rank, 1), {})
+    return [block for block, _ in sums.in_order()]
 
 
 class TreeReduction:
@@ -153,7 +142,7 @@ class TreeReduction:
             tensor.mul_(1 / self._virtual_ranks)
 
     def clear(self) -> None:
-        self._sums: PartialSums[Gradients] = PartialSums(add_gradients)
+        self._sums = PartialSums()
 
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
@@ -161,34 +150,44 @@ class TreeReduction:
         group = process_group or check_group(None)
         ranks = group.size()
         parts = [virtual_rank_range(self._virtual_ranks, rank, ranks) for rank in range(ranks)]
-        rows = self._rows(bucket, parts[group.rank()].start)
         blocks = [aligned_blocks(part) for part in parts]
-        fold = partial(self.fold, [block for of_rank in blocks for block in of_rank])
+        rows = self._rows(bucket, parts[group.rank()].start)
         if ranks == 1:
-            end: Callable[[], object] = partial(fold, rows)
-        else:
-            end = _exchange(group, rows, [*map(len, blocks)], fold)
+            return Later(partial(self._fold, blocks[0], rows))
+        into = rows[0]
+        if padding := -into.numel() % ranks:  # the all-gather needs equal chunks
+            rows = [pad(row, (0, padding)) for row in rows]
+        chunk = rows[0].numel() // ranks
+        # By owner, then in the order of virtual ranks. A single row already has this order.
+        sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
+        received = sent.new_empty(sum(map(len, blocks)), chunk)
+        splits = [len(part) * chunk for part in blocks], [len(rows) * chunk] * ranks
+        to, flat = received.view(-1), sent.view(-1)
+        work = of_member(dist.all_to_all_single(to, flat, *splits, group=group, async_op=True))
 
         def finish() -> torch.Tensor:
-            end()
+            wait(work)
+            own = self._fold([*chain.from_iterable(blocks)], received.unbind())
+            in_place = into.numel() == chunk * ranks and not may_be_left_behind()
+            gathered = into if in_place else own.new_empty(chunk * ranks)
+            wait(of_member(all_gather_single(gathered, own, group=group, async_op=True)))
+            if not in_place:
+                into.copy_(gathered[: into.numel()])
             return bucket.buffer()
 
         return Later(finish)
 
     @torch.no_grad()
-    def fold(self, places: Sequence[Block], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Adds these rows along the tree; returns the sums left, or the average of all."""
-        sums: PartialSums[torch.Tensor] = PartialSums(torch.Tensor.add_)
-        for block, row in zip(places, rows, strict=True):
-            sums.push(block, row)
-        left = list(sums)
-        block, root = left[0]
-        if block.size == self._virtual_ranks:
-            self._divide(root, before=False)
-            # Makes every zero +0.0. Where gradients are missing, its sign would depend on which
-            # rank runs which virtual rank. No other value depends on that sign.
-            root.add_(0.0)
-        return [row for _, row in left]
+    def _fold(self, blocks: Sequence[Block], rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Adds the rows of all blocks along the tree; returns the average, in the first one."""
+        sums = PartialSums()
+        for block, row in zip(blocks, rows, strict=True):
+            sums.push(block, {0: row})
+        ((_, root),) = sums.in_order()
+        self._divide(root[0], before=False)
+        # Makes every zero +0.0. Where gradients are missing, its sign would depend on which rank
+        # runs which virtual rank. No other value depends on that sign.
+        return root[0].add_(0.0)
 
     # The hook starts a second collective in `wait`. Still all ranks issue the same order: buckets
     # are launched by index, and waited for by index after the last launch.
@@ -196,8 +195,8 @@ class TreeReduction:
 
     def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
         """Returns partial sums of the bucket, flat and real. The first is the bucket itself."""
-        members, sums = bucket.members, PartialSums(add_gradients)
-        for block, gradients in self._sums:
+        members, sums = bucket.members, PartialSums()
+        for block, gradients in self._sums.in_order():
             # `pop` frees memory as soon as the bucket is launched.
             taken = {index: gradients.pop(index) for index in members if index in gradients}
             sums.push(block, taken)
@@ -205,42 +204,9 @@ class TreeReduction:
         self._divide(flat, before=True)
         sums.push(Block(last, 1), dict(zip(members, bucket.gradients(), strict=True)))
         rows = [flat]
-        for _, gradients in list(sums)[1:]:
+        for _, gradients in sums.in_order()[1:]:
             rows.append(torch.zeros_like(flat))
             windows = dict(zip(members, bucket.windows_of(rows[-1]), strict=True))
             for index, gradient in gradients.items():
                 windows[index].copy_(gradient)
         return [torch.view_as_real(row).view(-1) if row.is_complex() else row for row in rows]
-
-
-def _exchange(
-    group: dist.ProcessGroup,
-    rows: list[torch.Tensor],
-    counts: Sequence[int],
-    fold: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
-) -> Callable[[], None]:
-    """Starts to send partial sums to the owners of their chunks; `counts` are ranks' rows.
-
-    Returns a function that folds this rank's chunk, and gathers all chunks in `rows[0]`.
-    """
-    into, ranks = rows[0], group.size()
-    if padding := -into.numel() % ranks:  # the all-gather needs equal chunks
-        rows = [pad(row, (0, padding)) for row in rows]
-    chunk = rows[0].numel() // ranks
-    # By owner, then in the order of virtual ranks. A single row already has this order.
-    sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
-    received = sent.new_empty(sum(counts), chunk)
-    splits = [count * chunk for count in counts], [len(rows) * chunk] * ranks
-    into_flat, flat = received.view(-1), sent.view(-1)
-    work = of_member(dist.all_to_all_single(into_flat, flat, *splits, group=group, async_op=True))
-
-    def end() -> None:
-        wait(work)
-        (own,) = fold(received.unbind())
-        in_place = into.numel() == chunk * ranks and not may_be_left_behind()
-        gathered = into if in_place else own.new_empty(chunk * ranks)
-        wait(of_member(all_gather_single(gathered, own, group=group, async_op=True)))
-        if not in_place:
-            into.copy_(gathered[: into.numel()])
-
-    return end

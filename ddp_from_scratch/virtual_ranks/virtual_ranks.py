@@ -1,28 +1,49 @@
-"""Runs a rank's virtual ranks in descending order, one by one or in lock step (`lock_step.py`).
+"""Runs a rank's virtual ranks in descending order, one by one or in lock step.
 
 - Each starts with the buffers from the beginning of the step, with `.grad` None, and with
   generators seeded by the step and the virtual rank.
 - After each but the last, its gradients go to the partial sums (`tree_reduction.py`).
 - In the last, backward packs and launches as usual, and the comm hook adds the partial sums.
+
+Lock step is for layers that combine the batches of all virtual ranks. Each virtual rank but the
+last has a thread. They run one at a time, up to the next such layer. A virtual rank does not see
+what others change in the process (gradients, buffers, generators).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import copy_context
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.errors import shortened
-from ddp_from_scratch.group import all_gather_single, of_member
+from ddp_from_scratch.group import all_gather_single, of_member, on_gpu_of
 from ddp_from_scratch.options.checks import sync_batch_norms
-from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
-from ddp_from_scratch.virtual_ranks.lock_step import DIFFERENT_LAYERS, View, run_in_lock_step
-from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction, seeded, virtual_rank_range
+from ddp_from_scratch.sync.sync_batch_norm import Gather, SyncBatchNorm, several_batches
+from ddp_from_scratch.virtual_ranks.tree_reduction import (
+    TreeReduction,
+    generator_states,
+    seeded,
+    set_generator_states,
+    virtual_rank_range,
+)
 from ddp_from_scratch.waiting import wait
+
+_DIFFERENT_LAYERS = (
+    "virtual ranks of this rank differ in their synchronised batch norms: each must run the same "
+    "ones, as often and in the same order, in forward and in backward"
+)
 
 
 class VirtualRanks(Extension):
@@ -122,15 +143,87 @@ class VirtualRanks(Extension):
                 for index in order:
                     run(index)
                 return
-            attributes = [(self, "inside"), (reducer, "sync")]
-            view = View(reducer.module, list(self._buffers().values()), attributes)
             self.in_lock_step = True
-            run_in_lock_step(run, order, reducer.module, view, self._gather)
+            self._run_in_lock_step(run, order)
         except BaseException:
             reducer.abort_step()
             raise
         finally:
             self.in_lock_step = False
+
+    def _run_in_lock_step(self, run: Callable[[int], None], order: Sequence[int]) -> None:
+        """Calls `run` for each virtual rank; the last one runs in this thread."""
+        reducer: CoreReducer = self._of()
+        module, own = reducer.module, {id(buffer) for buffer in self._buffers().values()}
+        buffers = [
+            (layer, name)
+            for layer in module.modules()
+            for name, buffer in layer._buffers.items()
+            if id(buffer) in own
+        ]
+        gradients = [(parameter, "grad") for parameter in module.parameters()]
+        # A virtual rank's view of the process, beside the generators.
+        places: list[tuple[Any, str]] = [*gradients, *buffers, (self, "inside"), (reducer, "sync")]
+
+        def capture() -> tuple[Any, ...]:
+            return [getattr(owner, name) for owner, name in places], generator_states()
+
+        def restore(captured: tuple[Any, ...]) -> None:
+            values, generators = captured
+            for (owner, name), value in zip(places, values, strict=True):
+                setattr(owner, name, value)
+            set_generator_states(generators)
+
+        outside = capture()
+        device, stream = reducer.device.type, gpu.current_stream(reducer.device)
+        # Autocast is thread-local.
+        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+        def take_part(virtual_rank: int, gather: Gather) -> None:
+            def gather_outside(row: torch.Tensor) -> torch.Tensor:
+                mine = capture()
+                restore(outside)
+                try:
+                    return gather(row)
+                finally:
+                    restore(mine)
+
+            several_batches.set(gather_outside)
+            # Otherwise all backward passes on a GPU would share a thread, and block each other.
+            with torch.autograd.set_multithreading_enabled(False):
+                run(virtual_rank)
+
+        def take_turns(virtual_rank: int, turn: _Turn) -> None:
+            with on_gpu_of(module), gpu.on(stream):
+                # New tensors, because autograd counts writes by others to a shared one.
+                copies = copy.deepcopy([getattr(layer, name) for layer, name in buffers])
+                for (layer, name), buffer in zip(buffers, copies, strict=True):
+                    setattr(layer, name, buffer)
+                try:
+                    with torch.autocast(device, dtype, enabled):
+                        take_part(virtual_rank, turn.gather)
+                finally:
+                    restore(outside)
+
+        def gather_all(row: torch.Tensor) -> torch.Tensor:
+            others = [turn.row for turn in reversed(turns) if turn.row is not None]
+            if len(others) < len(turns) or any(other.shape != row.shape for other in others):
+                raise RuntimeError(_DIFFERENT_LAYERS)
+            found = self._gather(torch.stack([row, *others]))
+            for turn in turns:
+                turn.resume(found)
+            return found
+
+        turns = [_Turn(partial(take_turns, virtual_rank)) for virtual_rank in order[:-1]]
+        try:
+            for turn in turns:
+                turn.resume()
+            copy_context().run(take_part, order[-1], gather_all)
+            if any(turn.row is not None for turn in turns):
+                raise RuntimeError(_DIFFERENT_LAYERS)
+        finally:
+            for turn in turns:
+                turn.end()
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Gathers one row for each virtual rank; `rows` are this rank's. Collective."""
@@ -208,7 +301,7 @@ class VirtualRanks(Extension):
         if self._due != [self.inside]:
             place = "`with reducer.virtual_rank(i)`"
             outside = f"with virtual_ranks=V every backward pass goes into {place}"
-            raise RuntimeError(DIFFERENT_LAYERS if self.in_lock_step else outside)
+            raise RuntimeError(_DIFFERENT_LAYERS if self.in_lock_step else outside)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         self.reduction.clear()
@@ -231,3 +324,54 @@ class VirtualRanks(Extension):
         if self._before is not None:
             self.step = self._before[1]
         self._due, self._ahead, self.inside, self._before = [], [], None, None
+
+
+class _Over(BaseException):
+    """Raised in a thread to end it."""
+
+
+class _Turn:
+    """Runs a function in a thread, but only while the caller of `resume` waits."""
+
+    def __init__(self, function: Callable[["_Turn"], None]) -> None:
+        self.row: torch.Tensor | None = None  # its input at the layer where it waits
+        self._error: BaseException | None = None
+        self._rows: SimpleQueue[torch.Tensor | _Over | None] = SimpleQueue()
+        self._stops: SimpleQueue[None] = SimpleQueue()
+        run = partial(copy_context().run, function, self)
+        self._thread = threading.Thread(target=self._run, args=[run], daemon=True)
+        self._thread.start()
+
+    def resume(self, rows: torch.Tensor | None = None) -> None:
+        """Passes in rows, and runs to the next layer or the end. Raises what the thread raised."""
+        self._rows.put(rows)
+        self._stops.get()
+        if self._error is not None:
+            raise self._error
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Called by the function: waits for the rows of all virtual ranks."""
+        self.row = row
+        self._stops.put(None)
+        rows = self._rows.get()
+        if isinstance(rows, _Over):
+            raise rows
+        self.row = None
+        assert rows is not None, "it has begun"
+        return rows
+
+    def end(self) -> None:
+        """Ends the thread, even if it waits in a layer. Idempotent."""
+        self._rows.put(_Over())
+        self._thread.join()
+
+    def _run(self, run: Callable[[], None]) -> None:
+        try:
+            if not isinstance(self._rows.get(), _Over):
+                run()
+        except _Over:
+            pass
+        except BaseException as error:  # noqa: BLE001  # raised again in `resume`
+            self._error = error
+        finally:
+            self._stops.put(None)

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.watch.record import BucketTimes, RankTimes, Record, Span, StepTimes
+from ddp_from_scratch.watch.recorder import BucketTimes, RankTimes, Record, Span, StepTimes
 
 WIDTH = 100
 MOST = 12  # buckets per rank that get a line; a rank may have hundreds
@@ -195,71 +195,60 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
     return True
 
 
-def as_html(record: Record) -> Iterator[str]:
-    """Yields the parts of a page that opens offline: `page.html` with the record in it."""
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    head, tail = template.split("{{record}}")
-    yield head
-    for text in _data(record):
-        # "</script" would end the script element, and "<!--<script" would hide its end.
-        yield text.replace("<", "\\u003c")
-    yield tail
+def as_html(record: Record) -> str:
+    """Returns a page that opens offline: `page.html` with the record in it."""
 
-
-def _data(record: Record) -> Iterator[str]:
     def shallow(times: Any) -> dict[str, Any]:
         # Not `asdict`, which copies every time, nor `vars`, which leaves each object with a dict.
         return {field.name: getattr(times, field.name) for field in fields(times)}
 
+    steps = []
+    for step in record.steps:
+        exposed = max(rank.exposed for rank in step.ranks)
+        sums = {"length": step.length, "exposed": exposed, "summary": summary(record, step)}
+        steps.append(shallow(step) | sums)
     data = {
         "title": record.title,
         "nbytes": record.nbytes,
         "hosts": [host.partition("/")[0] for host in record.hosts],
         "typical": record.steps.index(record.typical),
         "colours": COLOURS,
+        "steps": steps,
     }
-    yield json.dumps(data)[:-1] + ', "steps": ['
-    for number, step in enumerate(record.steps):
-        sums = {
-            "length": step.length,
-            "exposed": max(rank.exposed for rank in step.ranks),
-            "summary": summary(record, step),
-        }
-        yield ", " * (number > 0) + json.dumps(shallow(step) | sums, default=shallow)
-    yield "]}"
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    # "</script" would end the script element, and "<!--<script" would hide its end.
+    text = json.dumps(data, default=shallow).replace("<", "\\u003c")
+    return template.replace("{{record}}", text)
 
 
-def as_json(record: Record) -> Iterator[str]:
-    """Yields the parts of a trace in Chrome's format, with a process for each rank."""
-    yield '{"displayTimeUnit": "ms", "traceEvents": ['
-    for number, event in enumerate(_events(record)):
-        yield ",\n" * (number > 0) + json.dumps(event)
-    yield "]}"
-
-
-def _events(record: Record) -> Iterator[dict[str, Any]]:
+def as_json(record: Record) -> str:
+    """Returns a trace in Chrome's format, with a process for each rank."""
+    events: list[dict[str, Any]] = []
     rows = ["compute", *(f"bucket {n}" for n in range(max(len(s.layout) for s in record.steps)))]
     for rank in record.steps[0].ranks:
         names = [("process_name", 0, f"rank {rank.rank}")]
         for kind, row, name in names + [("thread_name", row, n) for row, n in enumerate(rows)]:
             at = {"pid": rank.rank, "tid": row}
-            yield {"name": kind, "ph": "M", **at, "args": {"name": name}}
+            events.append({"name": kind, "ph": "M", **at, "args": {"name": name}})
     begin = 0.0
     for step in record.steps:
         for rank in step.ranks:
-            for name, row, span, arguments in _spans(record, step, rank):
+            for name, row, span, arguments in _named_spans(record, step, rank):
                 # In microseconds, rounded to nanoseconds.
                 ts, dur = ((begin + span[0]) * 1e3, (span[1] - span[0]) * 1e3)
                 event = {"name": name, "ph": "X", "pid": rank.rank, "tid": row}
                 event |= {"ts": round(ts, 3), "dur": round(dur, 3)}
                 event |= {"args": {"step": step.iteration, **arguments}}
-                yield event | ({"ph": "i", "s": "t"} if name.startswith("gradient of") else {})
+                instant = {"ph": "i", "s": "t"} if name.startswith("gradient of") else {}
+                events.append(event | instant)
         begin += step.length * 1.05  # with a gap
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
 
 
-def _spans(
+def _named_spans(
     record: Record, step: StepTimes, rank: RankTimes
 ) -> Iterator[tuple[str, int, Span, dict[str, Any]]]:
+    # Each with its row of the trace and its arguments.
     for span in rank.forward:
         yield "forward", 0, span, {}
     for span in rank.backward:

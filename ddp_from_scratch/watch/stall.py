@@ -38,11 +38,9 @@ class Progress(NamedTuple):
     ) -> "Progress":
         """Reads the position of a step after `launched` buckets. Any thread may call it."""
         waits = "the end of the backward pass" if 0 < launched == len(buckets) else None
-        for bucket in buckets[:launched]:
-            if not bucket.arrived:
-                inside = shortened([names[index] for index in bucket.members], 3)
-                waits = f"bucket {bucket.index()} of {len(buckets)} ({inside})"
-                break
+        if under_way := [bucket for bucket in buckets[:launched] if not bucket.arrived]:
+            inside = shortened([names[index] for index in under_way[0].members], 3)
+            waits = f"bucket {under_way[0].index()} of {len(buckets)} ({inside})"
         # Only unlaunched buckets: an unpacked one already counts its members as missing again.
         missing = [sorted(b.missing.difference([*b.noted])) for b in buckets[launched:]]
         count = len(names) - sum(map(len, missing))
@@ -72,7 +70,11 @@ class StallWatch(Extension):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
         # The thread must not keep the Reducer alive, nor the store except while it reports.
         self._after, self._progress = after, weakref.WeakMethod(progress)
-        self._under_way = _UnderWay()
+        # The buckets that a GPU has not averaged yet, each with its number, step and index.
+        self._under_way: deque[tuple[int, int, int]] = deque()
+        self._number = 0
+        self._on_gpu: torch.Tensor | None = None  # the number of the last one that is averaged
+        self._on_host = torch.zeros((), dtype=torch.int64)
         group = process_group or dist.group.WORLD
         assert group is not None
         name = str(group.group_name)
@@ -86,10 +88,20 @@ class StallWatch(Extension):
         weakref.finalize(cast(MethodType, progress).__self__, self._end)
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
-        # The host runs ahead of a GPU, so the watch follows the GPU itself.
+        # The host runs ahead of a GPU, so the GPU itself writes to host memory where it is. A query
+        # of an event in one thread would invalidate a graph capture in another.
         device = bucket.parameters()[0].device
-        if gpu.is_gpu(device) and not gpu.is_capturing():
-            self._under_way.add(iteration, bucket.index(), device)
+        if not gpu.is_gpu(device) or gpu.is_capturing():
+            return
+        if self._on_gpu is None:
+            self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
+            self._on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
+        self._number += 1
+        self._under_way.append((self._number, iteration, bucket.index()))
+        self._on_gpu.fill_(self._number)
+        self._on_host.copy_(self._on_gpu, non_blocking=True)
+        while self._under_way and self._under_way[0][0] <= int(self._on_host):
+            self._under_way.popleft()
 
     def _end(self) -> None:
         self._stop.set()
@@ -108,7 +120,11 @@ class StallWatch(Extension):
                 before, since = now, time.monotonic()
                 continue
             try:
-                store = self._store()
+                # The ranks meet in the store, since the group's collectives are stuck.
+                group = dist.distributed_c10d._get_default_group()
+                if isinstance(group, SharedMemoryGroup):
+                    group.install_store()
+                store = dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
                 if now != published:
                     store.set(str(self._rank), json.dumps([now.step, now.text]))
                     published = now
@@ -126,20 +142,14 @@ class StallWatch(Extension):
         if progress is None or self._stop.is_set():
             return None
         now = progress()
-        first = self._under_way.first()
-        if first is None:
+        over = int(self._on_host)
+        left = [bucket for bucket in self._under_way.copy() if bucket[0] > over]
+        if not left:
             return now
         # The host is ahead of the GPU, so `now` already counts gradients of the next step.
-        step, index = first
+        _, step, index = left[0]
         text = f"all gradients of step {step} have arrived, and since then {now.text}"
         return Progress(step, f"bucket {index}", text)
-
-    def _store(self) -> dist.Store:
-        # The ranks meet in the store, since the group's collectives are stuck.
-        group = dist.distributed_c10d._get_default_group()
-        if isinstance(group, SharedMemoryGroup):
-            group.install_store()
-        return dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
 
     def _report(self, now: Progress, waited: float, store: dist.Store) -> str:
         lines = [f"step {now.step}, rank {self._rank}: has waited {waited:.0f} s for {now.bucket}"]
@@ -153,34 +163,3 @@ class StallWatch(Extension):
             lines.append(f"  rank {rank}: {text}")
         lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
-
-
-class _UnderWay:
-    """The buckets that a GPU has not averaged yet.
-
-    The GPU writes the number of the last averaged bucket to host memory, since a query of an event
-    in one thread would invalidate a graph capture in another.
-    """
-
-    def __init__(self) -> None:
-        self._buckets: deque[tuple[int, int, int]] = deque()  # (number, step, bucket)
-        self._number = 0
-        self._on_gpu: torch.Tensor | None = None
-        self._on_host = torch.zeros((), dtype=torch.int64)
-
-    def add(self, step: int, index: int, device: torch.device) -> None:
-        if self._on_gpu is None:
-            self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
-            self._on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
-        self._number += 1
-        self._buckets.append((self._number, step, index))
-        self._on_gpu.fill_(self._number)
-        self._on_host.copy_(self._on_gpu, non_blocking=True)
-        while self._buckets and self._buckets[0][0] <= int(self._on_host):
-            self._buckets.popleft()
-
-    def first(self) -> tuple[int, int] | None:
-        """Returns the step and the index of the first one. Any thread may call it."""
-        over = int(self._on_host)
-        left = (bucket[1:] for bucket in self._buckets.copy() if bucket[0] > over)
-        return next(left, None)

@@ -120,7 +120,7 @@ def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:
                 found.pop()
             found.append(("data", mark))
             stepped = True
-        else:
+        elif event not in ("forwarded", "step"):
             if event == "forward" and not stepped:
                 # Without an optimizer step, the time before was data.
                 found[0] = ("data", found[0][1])

@@ -3,9 +3,11 @@
 import socket
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -13,55 +15,57 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import gpu
+from ddp_from_scratch.backend.transport import this_machine
+from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.errors import PeerError, UsageError, one_line
-from ddp_from_scratch.group import check_group, gloo_beside, on_gpu_of, takes_cpu_tensors
-from ddp_from_scratch.watch import render
-from ddp_from_scratch.watch.record import RankTimes, Record, moved, rank_times, step_times
-from ddp_from_scratch.watch.recorder import BucketRecorder, Layout, Watched
+from ddp_from_scratch.group import gather_objects, gloo_beside
+from ddp_from_scratch.watch import recorder, render
+from ddp_from_scratch.watch.recorder import Mark, Record, Recorder, StepMarks
 
 SKIP = 3  # averages before the first recorded step; the first of them rebuilds the buckets
 TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
 _ROUNDS, _TAG = 20, 0  # of the messages that compare clocks
 
 
-class Timeline:
-    """Records some steps, as `timeline` does. The constructor and `close` are collective."""
+class Timeline(Recorder):
+    """Records some steps, as `timeline` does. The constructor and `close` are collective.
+
+    With `bucket_cap_mb="auto"` the steps begin after its trials, which are not typical.
+    """
 
     def __init__(
-        self, reducer: Watched, folder: Path | str | None, steps: int = 5, skip: int = SKIP
+        self, reducer: Any, folder: Path | str | None, steps: int = 5, skip: int = SKIP
     ) -> None:
         if steps < 1 or skip < 0:
             raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
         self.record: Record | None = None  # equal on every rank, once its steps are complete
         self.has_picture = False  # True if rank 0 has matplotlib
-        self._reducer, self._steps = reducer, steps
+        self._reducer, self._count, self._skip = reducer, steps, skip
         self.folder = None if folder is None else Path(folder)
-        group = check_group(reducer.process_group)
-        self._group = group if takes_cpu_tensors(group) else gloo_beside(group)
-        self._rank = self._group.rank()
+        self._group = gloo_beside(reducer.process_group)
+        self.rank = self._group.rank()
         if self.folder is not None:
             self._on_rank_0(partial(_make, self.folder))
-        try:
-            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        except OSError:
-            boot = ""
-        # The boot is part of a machine's name, since each boot resets its clock.
-        self._hosts: list[str] = _gather(f"{socket.gethostname()}/{boot}", self._group)
+        self._hosts = gather_objects(f"{socket.gethostname()}/{this_machine()}", self._group)
         self._clocks = clock_offsets(self._hosts, self._group)
-        self._recorder = BucketRecorder(reducer, skip, self._at_average)
+        super().__init__(reducer.device)
+        self._steps: list[StepMarks] = []  # the last one is incomplete
+        self._first = reducer.iteration + skip
+        averaged = {name for bucket in reducer.buckets for name in bucket}
+        parameters = {n: p for n, p in reducer.module.named_parameters() if n in averaged}
+        self._sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
+        self._arrived, self._handles = mark_arrivals(parameters, self.marks.take)
+        reducer.add_extension(self)
         self._open = True
-
-    def _at_average(self, iteration: int) -> None:
-        # One average later, when every rank has ended the last step.
-        if iteration > self._recorder.first + self._steps:
-            self.close()
+        self._begin(reducer.iteration)
 
     def close(self) -> None:
         """Ends the recording, gathers it and writes it. Collective, idempotent."""
         if not self._open:
             return
         self.discard()
-        with on_gpu_of(self._reducer.module):
+        with gpu.current(self._reducer.device):
             self.record = self._gathered()
         if self.record is not None and self.folder is not None:
             self.has_picture = bool(self._on_rank_0(partial(write, self.record, self.folder)))
@@ -69,56 +73,114 @@ class Timeline:
     def discard(self) -> None:
         """Ends the recording and drops it on this rank. Idempotent."""
         if self._open:
-            self._open = False
-            self._recorder.close()
+            self._open, self.step = False, None
+            self._reducer.remove_extension(self)
+            for remove in (*self._optimizers.values(), *(h.remove for h in self._handles)):
+                remove()
+
+    # The steps ----------------------------------------------------------------------------------
+
+    def _begin(self, iteration: int) -> None:
+        self.step = None
+        self._arrived.clear()
+        if iteration >= self._first and self._reducer.bucket_cap_mb is not None:
+            step = StepMarks(iteration, self._reducer.buckets)
+            self._steps.append(step)
+            self.begin(step)
+
+    def _mark(self, bucket: Bucket, moment: str) -> None:
+        if self.step is not None:
+            moments = self.step.buckets.setdefault(bucket.index(), {})
+            moments[moment] = self.marks.take()
+
+    def on_launch(self, bucket: Bucket) -> None:
+        super().on_launch(bucket)
+        self._mark(bucket, "pack")
+
+    def on_launched(self, bucket: Bucket) -> None:
+        self._mark(bucket, "launched")
+        if self.step is not None:
+            moments, take = self.step.buckets[bucket.index()], self.marks.take
+            moments["landed"] = None  # so that another thread only replaces it while we read
+            # No reference to this object, since the group's thread may keep the callback.
+            bucket.when_landed(lambda: moments.update(landed=take()))
+
+    def on_wait(self, bucket: Bucket) -> None:
+        super().on_wait(bucket)
+        # A hook with one bucket in flight at a time makes two calls, of which the first counts.
+        if self.step is not None and "wait" not in self.step.buckets.get(bucket.index(), {}):
+            self._mark(bucket, "wait")
+
+    def on_waited(self, bucket: Bucket) -> None:
+        self._mark(bucket, "unpack")
+        if self.step is not None:
+            moments = self.step.buckets[bucket.index()]
+            moments.setdefault("waited", moments["unpack"])
+        super().on_waited(bucket)
+
+    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
+        self._mark(bucket, "unpacked")
+
+    def on_average(self, iteration: int, takes_part: bool) -> None:
+        self.note("averaged")
+        if self.step is not None:
+            self.step.arrived = list(self._arrived)
+        if self._reducer.bucket_cap_mb is None:
+            # The next average is a trial, too.
+            self._first = iteration + 1 + self._skip
+        self._begin(iteration)
+        # One average later, when every rank has ended the last step.
+        if iteration > self._first + self._count:
+            self.close()
+
+    # The record ---------------------------------------------------------------------------------
 
     def _on_rank_0(self, write: Callable[[], object]) -> object:
         """Calls `write` on rank 0; if that fails, other ranks raise a PeerError. Collective."""
         result: object = None
         text, caught = "", None
         try:
-            if self._rank == 0:
+            if self.rank == 0:
                 result = write()
         # Any error, such as one of matplotlib, since the other ranks wait for the result.
         except Exception as error:  # noqa: BLE001
             text, caught = f"cannot write the timeline to {self.folder}: {one_line(error)}", error
-        result, text = _gather((result, text), self._group)[0]
+        result, text = gather_objects((result, text), self._group)[0]
         if text:
             raise (UsageError if caught else PeerError)(text) from caught
         return result
 
     def _gathered(self) -> Record | None:
-        marks, mine = self._recorder.marks, self._recorder.complete()[: self._steps]
-        own = {s.iteration: (s.layout, rank_times(self._rank, marks, s)) for s in mine}
-        ranks: list[dict[int, tuple[Layout, RankTimes]]] = _gather(own, self._group)
         after = clock_offsets(self._hosts, self._group)
         clocks = list(zip(self._clocks, after, strict=True))
-        steps = []
-        for number, (layout, _) in sorted(ranks[self._rank].items()):
-            if all(number in found for found in ranks):
-                times = [
-                    moved(found[number][1], (before[0] + after[0]) / 2)
-                    for found, (before, after) in zip(ranks, clocks, strict=True)
-                ]
-                steps.append(step_times(number, layout, times))
+        offset = sum(ms for ms, _ in clocks[self.rank]) / 2
+        own: dict[int, tuple[recorder.Layout, recorder.RankTimes]] = {}
+        for step, following in pairwise(self._steps[: self._count + 1]):
+            # Each from its forward pass to its optimizer's end.
+            events = step.events[_opening(step) :] + following.events[: _opening(following)]
+            times = recorder.rank_times(self.rank, self.marks, replace(step, events=events))
+            own[step.iteration] = step.layout, recorder.moved(times, offset)
+        ranks = gather_objects(own, self._group)
+        steps = tuple(
+            recorder.step_times(number, layout, [found[number][1] for found in ranks])
+            for number, (layout, _) in own.items()
+            if all(number in found for found in ranks)
+        )
         if not steps:
             return None
         # Half a round trip, plus half of the clocks' drift between the two comparisons.
         error = max(max(b[1], a[1]) + abs(a[0] - b[0]) / 2 for b, a in clocks)
-        reducer = self._reducer
-        # Not by `requires_grad`, since a GAN may have frozen its critic meanwhile.
-        averaged = {name for bucket in steps[0].layout for name in bucket}
-        sizes = {n: p.nbytes for n, p in reducer.module.named_parameters() if n in averaged}
+        mib = sum(self._sizes.values()) / 2**20
         title = (
-            f"{type(reducer.module).__name__}, {sum(sizes.values()) / 2**20:.3g} MiB of gradients, "
-            f"{len(ranks)} rank{'s'[: len(ranks) != 1]} by {reducer.stats().transport}"
+            f"{type(self._reducer.module).__name__}, {mib:.3g} MiB of gradients, "
+            f"{len(ranks)} rank{'s'[: len(ranks) != 1]} by {self._reducer.stats().transport}"
         )
-        return Record(title, sizes, tuple(self._hosts), error, tuple(steps))
+        return Record(title, self._sizes, tuple(self._hosts), error, steps)
 
 
 @contextmanager
 def timeline(
-    reducer: Watched, folder: Path | str, steps: int = 5, skip: int = SKIP
+    reducer: Any, folder: Path | str, steps: int = 5, skip: int = SKIP
 ) -> Iterator[Timeline]:
     """Records steps inside the context and writes them to a folder. Every rank must enter it.
 
@@ -149,7 +211,7 @@ def timeline(
         recorded.discard()
         raise
     recorded.close()
-    if recorded.record is None and dist.get_rank(reducer.process_group) == 0:
+    if recorded.record is None and recorded.rank == 0:
         warnings.warn(TOO_FEW, stacklevel=3)
 
 
@@ -157,10 +219,8 @@ def write(record: Record, folder: Path) -> bool:
     """Writes all forms of a record; returns False if there is no matplotlib for a picture."""
     text = render.as_text(record, record.typical)
     (folder / "timeline.txt").write_text(text + "\n", encoding="utf-8")
-    for name, form in ("timeline.html", render.as_html), ("trace.json", render.as_json):
-        # In parts, since the text of a thousand steps takes more memory than the steps.
-        with (folder / name).open("w", encoding="utf-8") as file:
-            file.writelines(form(record))
+    (folder / "timeline.html").write_text(render.as_html(record), encoding="utf-8")
+    (folder / "trace.json").write_text(render.as_json(record), encoding="utf-8")
     return render.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
 
 
@@ -170,10 +230,32 @@ def _make(folder: Path) -> None:
     TemporaryFile(dir=folder).close()
 
 
-def _gather(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, own, group)
-    return found
+def _opening(step: StepMarks) -> int:
+    # Earlier events belong to the previous step's optimizer.
+    opens = ("forward", "launch", "all launched")
+    places = (place for place, (event, _) in enumerate(step.events) if event in opens)
+    return next(places, len(step.events))
+
+
+def mark_arrivals(
+    parameters: Mapping[str, torch.Tensor], take: Callable[[], Mark]
+) -> tuple[list[tuple[str, Mark]], list[Any]]:
+    """Makes hooks that take a mark for each gradient; returns the list of marks, and the hooks."""
+    # No reference to a recorder, since the garbage collector sees no cycle through these hooks.
+    found: list[tuple[str, Mark]] = []
+    handles = []
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+
+            def note(_: torch.Tensor, name: str = name) -> None:
+                found.append((name, take()))
+
+            handles.append(parameter.register_post_accumulate_grad_hook(note))
+            # Run before the Reducer's, which packs. `move_to_end` has no effect on autograd.
+            hooks = handles[-1].hooks_dict_ref()
+            for number in [number for number in hooks if number != handles[-1].id]:
+                hooks[number] = hooks.pop(number)
+    return found, handles
 
 
 def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[float, float]]:
@@ -188,11 +270,10 @@ def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[
     The fastest of several rounds counts; its error is at most half of its round-trip time. See
     Cristian, "Probabilistic clock synchronization" (1989).
     """
-    found = torch.zeros(len(hosts), 2, dtype=torch.float64)
+    found: dict[str, tuple[float, float]] = {}
     there = torch.zeros(1, dtype=torch.float64)
-    firsts = [rank for rank, host in enumerate(hosts) if host not in hosts[:rank]]
-    for other in firsts[1:]:
-        rounds = []
+    for host in list(dict.fromkeys(hosts))[1:]:
+        other, rounds = hosts.index(host), []
         # The group's own methods, since torch's functions reject an unlisted group (`open_gloo`).
         for _ in range(_ROUNDS):
             if group.rank() == 0:
@@ -207,6 +288,6 @@ def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[
                 group.send([there], 0, _TAG).wait()
         if rounds:
             way, offset = min(rounds)
-            found[other] = torch.tensor((offset * 1e3, way / 2 * 1e3), dtype=torch.float64)
-    dist.broadcast(found, group=group, group_src=0)
-    return [tuple(found[hosts.index(host)].tolist()) for host in hosts]
+            found[host] = offset * 1e3, way / 2 * 1e3
+    offsets = gather_objects(found, group)[0]
+    return [offsets.get(host, (0.0, 0.0)) for host in hosts]

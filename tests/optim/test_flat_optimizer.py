@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import ddp_from_scratch as ddp
 from ddp_from_scratch import SGD, Adam, AdamW, NodeSharedAdam, Reducer
 from ddp_from_scratch.core.bucket import BucketState
-from ddp_from_scratch.optim.flat_params import FlatParams
-from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule
+from ddp_from_scratch.optim.flat_params import AdamRule, FlatParams, SGDRule
 from tests.support.on_ranks import on
 from tests.support.terms import torchs
 from tests.support.tiers import slow

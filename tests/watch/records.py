@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
-from ddp_from_scratch.watch.record import Record, rank_times, step_times
-from ddp_from_scratch.watch.recorder import HostMarks, StepMarks
+import torch
 
+from ddp_from_scratch.watch.recorder import Marks, Record, StepMarks, rank_times, step_times
+
+HOST = Marks(torch.device("cpu"))
 LAYOUT = (("b",), ("a",))
 PASS = [("forward", 0.0), ("forwarded", 0.030), ("backward", 0.030)]
 NBYTES = {"a": 2**21, "b": 2**20}
@@ -23,7 +25,7 @@ def marks(late: float = 0.0) -> StepMarks:
     return StepMarks(
         iteration=7,
         layout=LAYOUT,
-        arrived=["b", 0.040 + late, "a", 0.060 + late],
+        arrived=[("b", 0.040 + late), ("a", 0.060 + late)],
         buckets={
             0: bucket(0.040 + late, 0.064, 0.070 + late),
             1: bucket(0.060 + late, 0.080, max(0.080, 0.070 + late)),
@@ -39,7 +41,7 @@ def marks(late: float = 0.0) -> StepMarks:
 
 def record(late: float = 0.010) -> Record:
     """Rank 1 launches each bucket `late` seconds after rank 0."""
-    ranks = [rank_times(r, HostMarks(), marks(late * r)) for r in range(2)]
+    ranks = [rank_times(r, HOST, marks(late * r)) for r in range(2)]
     steps = (step_times(7, LAYOUT, ranks),)
     return Record("Net, 3 MiB of gradients, 2 ranks by gloo", NBYTES, ("host", "host"), 0.0, steps)
 

@@ -48,7 +48,7 @@ def test_text_says_what_is_exposed_and_who_was_late():
 
 
 def test_trace_has_every_event_in_microseconds():
-    events = json.loads("".join(as_json(with_steps(100.0, 50.0))))["traceEvents"]
+    events = json.loads(as_json(with_steps(100.0, 50.0)))["traceEvents"]
     forward = [e for e in events if e["name"] == "forward" and e["pid"] == 1]
     assert [e["dur"] for e in forward] == pytest.approx([30e3, 30e3])
     assert forward[1]["ts"] > 100e3  # the second step behind the first
@@ -62,7 +62,7 @@ def test_trace_has_every_event_in_microseconds():
 
 
 def test_page_holds_the_record_and_loads_nothing():
-    page = "".join(as_html(with_steps(5.0, 90.0, 20.0)))
+    page = as_html(with_steps(5.0, 90.0, 20.0))
     data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
     assert [step["iteration"] for step in data["steps"]] == [0, 1, 2]
     assert data["typical"] == 2
@@ -70,7 +70,7 @@ def test_page_holds_the_record_and_loads_nothing():
     assert re.findall(r"https?://\S+?(?=\")", page) == ["http://www.w3.org/2000/svg"]
     # The second would hide the end of the script from the browser.
     for name in ("</script><b>", "<!--<script>"):
-        assert name not in "".join(as_html(replace(record(), title=name)))
+        assert name not in as_html(replace(record(), title=name))
 
 
 def test_pictures_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):

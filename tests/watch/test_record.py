@@ -2,9 +2,8 @@
 
 import pytest
 
-from ddp_from_scratch.watch.record import moved, rank_times, step_times
-from ddp_from_scratch.watch.recorder import HostMarks
-from tests.watch.records import LAYOUT, marks, record
+from ddp_from_scratch.watch.recorder import moved, rank_times, step_times
+from tests.watch.records import HOST, LAYOUT, marks, record
 
 
 def ms(*values):
@@ -12,7 +11,7 @@ def ms(*values):
 
 
 def times_of(changed):
-    return rank_times(0, HostMarks(), changed)
+    return rank_times(0, HOST, changed)
 
 
 def test_a_callback_or_a_thread_that_is_late_hides_nothing():

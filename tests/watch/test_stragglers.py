@@ -63,7 +63,7 @@ def test_who_is_late(ranks, late):
 @contextlib.contextmanager
 def clock_that_stands_still():
     clock = SimpleNamespace(now=0.0, take=lambda: clock.now, seconds=lambda mark: mark)
-    with patch.object(recorder, "marks_for", lambda device: clock):
+    with patch.object(recorder, "Marks", lambda device: clock):
         yield clock
 
 
