@@ -91,15 +91,11 @@ class CoreReducer(Extensible):
 
     # Layout -------------------------------------------------------------------------------------
 
-    @property
-    def order(self) -> Sequence[str]:
-        """The final order; before it is known, a guess: last layer first."""
-        return self.ready_order or self.names[::-1]
-
     def lay_out(self, caps: Sequence[int] | None = None, kind: type[Bucket] | None = None) -> None:
         """Rebuilds the buckets, if they change, and moves gradients from the old ones."""
         self.caps, kind = caps or self.caps, kind or self._bucket_type
-        plan = self.layout.plan(self.order, self.caps)
+        # Before the order is known, a guess: last layer first.
+        plan = self.layout.plan(self.ready_order or self.names[::-1], self.caps)
         present = [bucket.members for bucket in self.all_buckets]
         if (plan, kind) != (present, self._bucket_type):
             self._bucket_type, saved = kind, dict[int, torch.Tensor]()

@@ -114,7 +114,8 @@ class BucketTuning(Extension):
             return
         now = clock(reducer.device)
         if self._ahead is None:
-            layouts = {cap: reducer.layout.plan(reducer.order, bucket_caps(cap)) for cap in CAPS}
+            order = reducer.ready_order or reducer.names[::-1]
+            layouts = {cap: reducer.layout.plan(order, bucket_caps(cap)) for cap in CAPS}
             groups = candidates(layouts, self.present.overlap)
             self._times = {candidate: [] for group in groups for candidate in group}
             self._ahead = trials(groups)
