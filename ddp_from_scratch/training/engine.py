@@ -4,21 +4,22 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import comm_hooks
 from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.membership import Membership, hand_on
 from ddp_from_scratch.optim.flat_optimizer import SGD
+from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import (
     LossWatch,
     of_rank_0,
@@ -35,7 +36,7 @@ from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world import World
 
-T = TypeVar("T")
+_HOOKS = {"bf16": comm_hooks.bf16_compress_hook, "fp16": comm_hooks.fp16_compress_hook}
 
 
 class Engine:
@@ -77,8 +78,8 @@ class Engine:
         self.images_per_second = 0.0
         if state is not None:
             self._restore(state)
-            # Last, because it sets PowerSGD's state to the restored scaler's scale.
-            self.compression.restore(compressed, self.scaler, self.report)
+            # Last, because it needs the restored scaler's scale.
+            self._restore_power_sgd(compressed)
         if settings.virtual_ranks is not None:
             self.reducer.set_step(self.global_step, settings.seed)
         self.membership.note_state()
@@ -136,7 +137,13 @@ class Engine:
             ready_order=None if state is None else state["ready_order"],
             virtual_ranks=settings.virtual_ranks,
         )
-        self.compression = Compression(settings, self.reducer, self.group)
+        self.power_sgd: PowerSGDState | None = None
+        if settings.compress == "powersgd":
+            assert settings.powersgd_rank is not None, "Settings has a default"
+            self.power_sgd = PowerSGDState(settings.powersgd_rank)
+            self.reducer.register_comm_hook(self.power_sgd, power_sgd_hook)
+        elif settings.compress is not None:
+            self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
         self.optimizer = SGD(
             self.model.parameters(),
             lr=settings.lr,
@@ -167,18 +174,14 @@ class Engine:
             **(late if found.is_late else {}),
         )
 
-    @property
-    def _position(self) -> int:
-        return self.global_step + self.epoch
-
     def _lose(self, error: Exception) -> None:
         """Leaves the group after the loss of a rank; reraises any other error."""
         if not self.membership.elastic or not is_communication_error(error):
-            self.membership.note_failure(self._position, error)
+            self.membership.note_failure(self.global_step + self.epoch, error)
             raise error
         self.membership.lose(error)
 
-    def _until_met(self, meet: Callable[[], T]) -> T:
+    def _until_met(self, meet: Callable[[], Any]) -> Any:
         while True:
             try:
                 return meet()
@@ -190,7 +193,7 @@ class Engine:
 
         Returns the state of the rank that is ahead; None if all are equal or at the start.
         """
-        meeting = self.membership.meet(self._position)
+        meeting = self.membership.meet(self.global_step + self.epoch)
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
         with together(self.group):
@@ -213,7 +216,7 @@ class Engine:
         if self.settings.virtual_ranks is None:  # virtual ranks are seeded in each step
             generators = [None] * self.world.world_size
             dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
-        compressed, totals = self.compression.state(), self._totals_of_all()
+        compressed, totals = self._power_sgd_of_all(), self._totals_of_all()
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
         with together(self.group):
             if self.world.rank == 0:
@@ -255,6 +258,45 @@ class Engine:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
+
+    def _power_sgd_of_all(self) -> checkpoint.State | None:
+        """Gathers all ranks' state of PowerSGD on rank 0; None elsewhere. Collective."""
+        if self.power_sgd is None:
+            return None
+        # Each rank's errors are needed: the bits of a resumed run depend on them.
+        state = self.power_sgd.state_dict(self.model)
+        mine = {name: error.cpu() for name, error in state["errors"].items()}
+        first = self.world.rank == 0
+        everyone: list[Any] | None = [None] * self.world.world_size if first else None
+        dist.gather_object(mine, everyone, group_dst=0, group=self.group)
+        shared = {"errors": everyone, "loss_scale": self.scaler.get_scale()}
+        return state | shared if first else None
+
+    def _restore_power_sgd(self, saved: checkpoint.State | None) -> None:
+        """Continues from `saved`, which only rank 0 has; warns if it cannot. Collective."""
+        if self.power_sgd is None:
+            if saved is not None:
+                self.report.warning("what PowerSGD left out of earlier averages is dropped")
+            return
+        shared = of_rank_0(saved and saved | {"errors": None}, self.group)
+        if shared is None:
+            return
+        errors: list[dict[str, torch.Tensor]] | None = None
+        if saved is not None:
+            errors, world_size = saved["errors"], self.world.world_size
+            if len(errors) != world_size:
+                # Averages depend only on the mean.
+                self.report.warning(
+                    "every rank begins with the mean of what PowerSGD left out on the "
+                    f"{len(errors)} ranks before"
+                )
+                mean = {n: torch.stack([e[n] for e in errors]).mean(0) for n in errors[0]}
+                errors = [mean] * world_size
+        # Each rank gets only its own errors: all of them are as large as all ranks' gradients.
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, errors, 0, self.group)
+        self.power_sgd.load_state_dict(self.model, shared | {"errors": mine[0]})
+        self.power_sgd.rescale(self.scaler.get_scale() / shared["loss_scale"])
 
     def _totals_of_all(self) -> torch.Tensor:
         """Returns the sum of all ranks' totals. Collective."""

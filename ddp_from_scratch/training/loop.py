@@ -1,26 +1,43 @@
-"""Trains a classifier: `backward()` in `Trainer._step` makes gradients ready."""
+"""Trains a classifier: `backward()` in `Trainer._step` makes gradients ready. Tests one, too."""
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.layout import AUTO
-from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError, one_line
 from ddp_from_scratch.group import of_member
+from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.training.coordination import StopSignal, place_of
+from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.coordination import (
+    StopSignal,
+    of_rank_0,
+    open_dataset,
+    place_of,
+    prepare_process,
+    together,
+)
 from ddp_from_scratch.training.engine import Engine
-from ddp_from_scratch.training.evaluate import DTYPES, accuracy
+from ddp_from_scratch.training.loaders import make_loader
+from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.watch.render import as_text
 from ddp_from_scratch.watch.timeline import TOO_FEW
+from ddp_from_scratch.world import World
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer(Engine):
@@ -164,16 +181,18 @@ class Trainer(Engine):
         # Nothing communicates from here on, so a step that a lost rank aborts changes nothing.
         self.totals += totals
         self.scaler.step(self.optimizer)
-        # After the update: the next gradients have the new scale.
+        before = self.scaler.get_scale() if self.power_sgd is not None else 1.0
         self.scaler.update()
-        self.compression.follow(self.scaler)
+        if self.power_sgd is not None and (scale := self.scaler.get_scale()) != before:
+            # The next gradients have the new scale. The factor is a power of two, so it is exact.
+            self.power_sgd.rescale(scale / before)
         self.step += 1
         self.global_step += 1
 
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
         """Runs `accumulate` batches of this rank, or of one virtual rank; returns their count."""
         settings, device = self.settings, self.world.device
-        dtype = DTYPES[settings.precision]
+        dtype = _DTYPES[settings.precision]
         totals = torch.zeros_like(self.totals)
         for remaining in reversed(range(settings.accumulate)):
             images, labels = (t.to(device, non_blocking=True) for t in next(batches))
@@ -249,3 +268,63 @@ def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> t
     # Multiples of 2**-20 add up exactly, up to 2**33, whichever rank has which virtual ranks.
     total = (loss.double() * len(labels) * 2**20).round() / 2**20
     return torch.stack([total, correct.double(), count.double()])
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
+    """Returns the share of correct predictions over all ranks' images. Collective."""
+    model.eval()  # and stays so
+    # One all-reduce at the end, because ranks may have different numbers of batches.
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for images, labels in loader:
+        labels = labels.to(world.device, non_blocking=True)
+        with torch.autocast(world.device.type, _DTYPES[precision], precision != "fp32"):
+            outputs = model(images.to(world.device, non_blocking=True))
+        totals[0] += (outputs.argmax(1) == labels).sum()
+        totals[1] += len(labels)
+    wait(of_member(dist.all_reduce(totals, async_op=True)))
+    correct, count = totals.tolist()
+    return float(correct / count)
+
+
+def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+    """Loads a checkpoint's model on every rank; also returns its other contents. Collective."""
+    state = None
+    with together(group):
+        if world.rank == 0:
+            state = checkpoint.load(path)
+            try:
+                # Allocate nothing: a size in the file could ask for any amount.
+                with torch.device("meta"):
+                    checkpoint.check_fit(state, make_model(**state["model_spec"]))
+            except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+                name = state["model_spec"]["name"]
+                raise UsageError(
+                    f"{path} does not fit its own model {name}: {one_line(error)}"
+                ) from error
+    state = of_rank_0(state, group)
+    with together(group):
+        model = make_model(**state["model_spec"])
+        model.load_state_dict(state["model"])
+    model.to(world.device)
+    broadcast_parameters(model)
+    return model, state
+
+
+def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
+    """Prints a saved model's test accuracy, by default on the dataset of its training."""
+    asked = {"the command": "test", "--dataset": dataset or "not given"}
+    group = prepare_process(settings, world, asked)
+    model, state = load_model(path, world, group)
+    name = dataset or state["settings"]["dataset"]
+    data = open_dataset(name, settings, world, group)
+    with together(group):
+        for what in ("channels", "image_size", "num_classes"):
+            if getattr(data, what) != state["model_spec"][what]:
+                raise UsageError(
+                    f"{path} was trained on {state['settings']['dataset']} with {what} "
+                    f"{state['model_spec'][what]}, but {name} has {getattr(data, what)}"
+                )
+        loader = make_loader(data.test, settings, world, train=False)
+    share = accuracy(model, loader, world, settings.precision)
+    Report(speaks=world.rank == 0, quiet=settings.quiet).result(f"{name} test accuracy {share:.4f}")

@@ -8,10 +8,10 @@ import torch
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.contents import check_contents, check_fit
-from ddp_from_scratch.training.evaluate import load_model
+from ddp_from_scratch.training.checkpoint import check_contents, check_fit
+from ddp_from_scratch.training.loop import load_model
 from ddp_from_scratch.world import World
-from tests.training.test_checkpoint import MODEL, state
+from tests.training.test_checkpoint import MODEL, REPORT, state
 
 
 def changed(content, path, value):
@@ -67,7 +67,7 @@ def test_a_checkpoint_with_wrong_contents_is_passed_over(tmp_path):
     bad = checkpoint.save(tmp_path, state(1) | {"epoch": -1})
     with pytest.raises(UsageError, match=f"{bad} is no checkpoint that a run has written: epoch"):
         checkpoint.load(bad)
-    assert checkpoint.load_newest(tmp_path)[0] == good
+    assert checkpoint.load_newest(tmp_path, REPORT)[0] == good
 
 
 def places(content, prefix=""):
