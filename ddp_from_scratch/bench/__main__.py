@@ -81,7 +81,7 @@ def main(
         job, runs = _job(options, name, nproc), {}
         for way in options.way:
             own = replace(job, way=way)
-            runs[way] = report(own, WAYS[way](own), options.results)
+            runs[way] = report(own, WAYS[way][0](own), options.results)
         if draw is not None:
             draw(job, runs, options.results)
     return 0
@@ -154,12 +154,7 @@ def described(way: str, run: Run) -> str:
     """Describes the way of running and the number of steps."""
     counts = sorted({len(s.milliseconds) for s in run.samples})
     steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
-    ways = {
-        "interleaved": "taking turns",
-        "kept": "taking turns, freed memory kept",
-        "alone": "each in processes of its own",
-    }
-    return f"{ways[way]}, {steps} each"
+    return f"{WAYS[way][1]}, {steps} each"
 
 
 def _under_launcher(options: argparse.Namespace) -> int:

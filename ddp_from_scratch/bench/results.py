@@ -44,13 +44,6 @@ class Samples:
         # A disturbance slows both steps of a round, and cancels out.
         return median_interval(np.array(self.milliseconds) / np.array(other.milliseconds))
 
-    def unpaired_ratio_to(self, other: "Samples") -> Interval:
-        """The ratio of the medians of two separate runs, with its 95 % bootstrap interval."""
-        random = np.random.default_rng(0)
-        drawn = _medians(self.milliseconds, random) / _medians(other.milliseconds, random)
-        low, high = np.percentile(drawn, [2.5, 97.5])
-        return self.quartiles[1] / other.quartiles[1], float(low), float(high)
-
 
 def median_interval(values: NDArray[np.float64]) -> Interval:
     """Returns the median, and the 2.5th and 97.5th percentiles of 2000 bootstrap medians."""
@@ -126,7 +119,12 @@ class Run:
             return None
         if one is other:
             return 1.0, 1.0, 1.0
-        return one.ratio_to(other) if self.paired else one.unpaired_ratio_to(other)
+        if self.paired:
+            return one.ratio_to(other)
+        random = np.random.default_rng(0)
+        drawn = _medians(one.milliseconds, random) / _medians(other.milliseconds, random)
+        low, high = np.percentile(drawn, [2.5, 97.5])
+        return one.quartiles[1] / other.quartiles[1], float(low), float(high)
 
 
 def fastest(samples: Iterable[Samples]) -> Samples | None:

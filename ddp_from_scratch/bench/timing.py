@@ -181,10 +181,11 @@ def alone(job: Job) -> Content:
     return merged
 
 
-WAYS: Mapping[str, Callable[[Job], Content]] = {
-    "interleaved": interleaved,
-    "kept": kept,
-    "alone": alone,
+# How to run a job, and what the table calls it.
+WAYS: Mapping[str, tuple[Callable[[Job], Content], str]] = {
+    "interleaved": (interleaved, "taking turns"),
+    "kept": (kept, "taking turns, freed memory kept"),
+    "alone": (alone, "each in processes of its own"),
 }
 
 
@@ -237,11 +238,12 @@ def _seed(turn: int) -> None:
 
 
 def rounds_for(
-    seconds: float | None, count: int | None, device: torch.device, title: str
+    seconds: float, count: int | None, device: torch.device, title: str
 ) -> Iterator[int]:
     """Yields `count` rounds, or as many as rank 0's clock allows from the first round on."""
+    limit = count or seconds
     bar = tqdm(
-        total=count or round(seconds or 0.0),
+        total=round(limit),
         desc=title,
         unit="round" if count else "s",
         disable=dist.get_rank() != 0 or None,  # None: not on a terminal, either
@@ -249,16 +251,15 @@ def rounds_for(
     )
     began, turn = time.perf_counter(), 0
     while True:
-        passed = time.perf_counter() - began
+        done = turn if count else time.perf_counter() - began
+        bar.update(min(round(done), round(limit)) - bar.n)
         # Rank 0 decides for all, since a rank that continued alone would hang.
-        over = torch.tensor([turn >= count if count else passed >= (seconds or 0.0)], device=device)
+        over = torch.tensor([done >= limit], device=device)
         dist.broadcast(over, 0)
         if over.item() and turn >= (count or FEWEST_ROUNDS):
             break
         yield turn
         turn += 1
-        done = turn if count else min(round(time.perf_counter() - began), round(seconds or 0.0))
-        bar.update(done - bar.n)
     bar.close()
 
 

@@ -98,13 +98,11 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(depth)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
         )
-        self.norm = nn.LayerNorm(width)
+        norm = nn.LayerNorm(width)
+        self.blocks = nn.TransformerEncoder(layer, depth, norm, enable_nested_tensor=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
@@ -114,9 +112,7 @@ class Transformer(nn.Module):
         length = tokens.shape[1]
         later = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         hidden = self.tokens(tokens) + self.positions.weight[:length]
-        for block in self.blocks:
-            hidden = block(hidden, later, is_causal=True)
-        logits: torch.Tensor = self.head(self.norm(hidden))
+        logits: torch.Tensor = self.head(self.blocks(hidden, later, is_causal=True))
         return logits.flatten(0, 1)
 
 
