@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -95,7 +94,6 @@ def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> 
                 raise error(f"{text}: it must be the same on all ranks")
 
 
-@cache
 def versions() -> dict[str, str]:
     """Returns the versions of the code that this rank runs."""
     # Another torch may round or communicate differently.
@@ -204,7 +202,7 @@ class LossWatch:
         self._first = torch.zeros((), dtype=torch.int64, device=device)
         # On a GPU, a copy on the host, which lags by as many steps as the host runs ahead. Pinned
         # memory makes the copy asynchronous; the event marks its end.
-        self._arrived: torch.Tensor | None = None
+        self._arrived = self._first
         self._event: torch.Event | None = None
         if gpu.is_gpu(device):
             self._arrived = torch.zeros((), dtype=torch.int64, pin_memory=True)
@@ -212,15 +210,15 @@ class LossWatch:
 
     def see(self, loss: torch.Tensor, step: int) -> None:
         here = as_number(step, self._rank) * loss.detach().isfinite().logical_not()
-        self._first = torch.maximum(self._first, here)
+        torch.maximum(self._first, here, out=self._first)
         # One copy at a time: while one is in flight, a later step copies this one's result.
-        if self._arrived is not None and self._event is not None and self._event.query():
+        if self._event is not None and self._event.query():
             self._arrived.copy_(self._first, non_blocking=True)
             self._event.record()
 
     def known(self) -> int:
         """The `as_number` of the first such step if it has arrived, else 0. Does not wait."""
-        return int(self._first if self._arrived is None else self._arrived)
+        return int(self._arrived)
 
     def settled(self) -> int:
         """The `as_number` of the first such step, or 0. Waits for the GPU."""

@@ -27,7 +27,7 @@ from ddp_from_scratch.training.coordination import (
     prepare_process,
     together,
 )
-from ddp_from_scratch.training.loaders import RankData
+from ddp_from_scratch.training.datasets import RankData
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings

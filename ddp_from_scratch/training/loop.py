@@ -27,8 +27,8 @@ from ddp_from_scratch.training.coordination import (
     prepare_process,
     together,
 )
+from ddp_from_scratch.training.datasets import make_loader
 from ddp_from_scratch.training.engine import Engine
-from ddp_from_scratch.training.loaders import make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings

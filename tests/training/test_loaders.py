@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training import loaders
+from ddp_from_scratch.training import datasets
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world import World
 
@@ -45,12 +45,12 @@ def world(rank, world_size):
 
 def train_loader(dataset, rank=0, world_size=1, batch_size=1, **more):
     settings = Settings(batch_size=batch_size, **more)
-    return loaders.make_loader(dataset, settings, world(rank, world_size), train=True)
+    return datasets.make_loader(dataset, settings, world(rank, world_size), train=True)
 
 
 def exact_loader(dataset, rank, world_size):
     settings = Settings(batch_size=2)
-    return loaders.make_loader(dataset, settings, world(rank, world_size), train=False)
+    return datasets.make_loader(dataset, settings, world(rank, world_size), train=False)
 
 
 def batches(loader):
