@@ -130,24 +130,23 @@ def load(path: Path) -> State:
     A file that may be whole (not readable, newer) is a UsageError, but no UnreadableError.
     """
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
+    state: State = {}
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END) - _TRAILER
             digest, trailer = _digest(file, size), file.read()
-            if not trailer.startswith(_MARK):
-                raise UnreadableError(foreign)
-            if trailer != _MARK + digest:
-                raise UnreadableError(
-                    f"{path} is damaged: its bytes are not those that were written (sha256 differs)"
-                )
-            file.seek(0)
-            state: State = torch.load(file, map_location="cpu", weights_only=True)
+            is_marked, is_whole = trailer.startswith(_MARK), trailer == _MARK + digest
+            if is_whole:  # nothing else is unpickled
+                file.seek(0)
+                state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise UsageError(f"cannot read checkpoint {path}: {error.strerror}") from error
-    except UnreadableError:
-        raise
     except Exception as error:  # damaged data may raise anything
         raise UnreadableError(foreign) from error
+    if is_marked and not is_whole:
+        raise UnreadableError(
+            f"{path} is damaged: its bytes are not those that were written (sha256 differs)"
+        )
     is_ours = isinstance(state, dict) and state.get("format") == FORMAT
     if not is_ours or not isinstance(state.get("version"), int):
         raise UnreadableError(foreign)
@@ -174,44 +173,37 @@ def _number(path: Path) -> int:
     return int(path.stem.removeprefix("checkpoint-"))
 
 
-def load_newest(folder: Path, report: Report) -> tuple[Path, State] | None:
-    """Loads the newest whole checkpoint, if any; warns of each newer one, now `.unreadable`.
-
-    A UsageError if none is whole, or if one that cannot be read may be.
-    """
-    unreadable: dict[Path, str] = {}
-    for path in files(folder):
-        try:
-            state = load(path)
-        except UnreadableError as error:
-            unreadable[path] = str(error)
-            continue
-        for damaged, complaint in unreadable.items():
-            # Else a damaged file, as one of the newest two, would push out an intact one.
-            damaged.rename(damaged.with_suffix(".unreadable"))
-            report.warning(f"{complaint}; using {path.name} instead")
-        return path, state
-    if unreadable:
-        raise UsageError(f"no checkpoint in {folder} can be read: {'; '.join(unreadable.values())}")
-    return None
-
-
 def find_checkpoint(
     settings: Settings, model_spec: dict[str, Any], model: nn.Module, report: Report
 ) -> State | None:
-    """Loads the checkpoint to continue from, if any; a UsageError if it does not fit."""
+    """Loads the checkpoint to continue from, if any: `--resume`, or the newest whole one.
+
+    Names each newer one, and renames it to `.unreadable`. A UsageError if none is whole, if one
+    that cannot be read may be whole, or if it does not fit.
+    """
     resume, folder = settings.resume, settings.checkpoint_dir
     if resume is None:
         return None
-    if resume == "auto" and folder is not None:
-        newest = load_newest(folder, report)
-        if newest is None:
-            report.line(f"no checkpoint in {folder} yet: starting from the beginning")
-            return None
-        path, state = newest
+    paths = files(folder) if resume == "auto" and folder is not None else [Path(resume)]
+    unreadable: dict[Path, str] = {}
+    for path in paths:
+        try:
+            state = load(path)
+            break
+        except UnreadableError as error:
+            if resume != "auto":
+                raise
+            unreadable[path] = str(error)
     else:
-        path = Path(resume)
-        state = load(path)
+        if unreadable:
+            texts = "; ".join(unreadable.values())
+            raise UsageError(f"no checkpoint in {folder} can be read: {texts}")
+        report.line(f"no checkpoint in {folder} yet: starting from the beginning")
+        return None
+    for damaged, text in unreadable.items():
+        # Else a damaged file, as one of the newest two, would push out an intact one.
+        damaged.rename(damaged.with_suffix(".unreadable"))
+        report.warning(f"{text}; using {path.name} instead")
     if state["model_spec"] != model_spec:
         raise UsageError(
             f"{path} holds {_describe(state['model_spec'])}, this run trains "
@@ -240,11 +232,13 @@ def rng_state() -> State:
 
 def set_rng_state(state: State) -> None:
     """Restores the generators to what `rng_state` has returned."""
-    version, internal, gauss = state["python"]
-    name, keys, *rest = state["numpy"]
-    cuda = state["cuda"] if gpu.count() else None
-    numpy = name, keys.numpy().astype(np.uint32), *rest
-    set_generator_states((state["torch"], cuda, (version, tuple(internal), gauss), numpy))
+    cuda, numpy = state["cuda"] if gpu.count() else None, _numpy_state(state["numpy"])
+    set_generator_states((state["torch"], cuda, state["python"], numpy))
+
+
+def _numpy_state(saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    name, keys, *rest = saved
+    return name, keys.numpy().astype(np.uint32), *rest
 
 
 def _reason(error: BaseException) -> str:
@@ -260,8 +254,8 @@ def _reason(error: BaseException) -> str:
 
 # Contents, checked before anything is built or allocated from them -------------------------------
 
-# `_check` requires: the keys of a dict; a type in a set; a tensor's shape and dtype; at least a
-# number. It skips None.
+# `_check` requires: the keys of a dict; as many entries as a tuple has; a type in a set; a tensor's
+# shape and dtype; at least a number. It skips None.
 _SPEC = {"name": {str}, "channels": 1, "image_size": 1, "num_classes": 1}
 _SCALER = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), 0.0)
 _SCALER |= {"growth_interval": 0, "_growth_tracker": 0}
@@ -275,9 +269,11 @@ _SETTINGS = {
     name: {str if one is Path else one for one in get_args(kind) or (kind,)}
     for name, kind in get_type_hints(Settings).items()
 }
-_GENERATORS = dict.fromkeys(("torch", "cuda", "python", "numpy"))
+_GENERATORS: dict[str, Any] = {
+    **{"torch": None, "cuda": None, "python": ({int}, ({int},) * 625, {float, NoneType})},
+    "numpy": ({str}, torch.zeros(624, dtype=torch.int64), {int}, {int}, {float}),
+}
 _CUDA_GENERATOR = torch.zeros(16, dtype=torch.uint8)
-_NUMPY_KEYS = torch.zeros(624, dtype=torch.int64)
 
 
 def check_contents(state: Mapping[str, Any]) -> None:
@@ -304,30 +300,15 @@ def check_contents(state: Mapping[str, Any]) -> None:
     for rank, of_rank in enumerate(everyone):
         name = f"rng of rank {rank}"
         _check(of_rank, _GENERATORS, name)
+        if of_rank["cuda"] is not None:
+            _check(of_rank["cuda"], _CUDA_GENERATOR, f"cuda of {name}")
         try:
-            _try_generators(of_rank, name)
-        except UsageError:  # also a ValueError
-            raise
+            # On new generators: the process's own stay unchanged.
+            torch.Generator().set_state(of_rank["torch"])
+            random.Random().setstate(of_rank["python"])
+            np.random.RandomState().set_state(_numpy_state(of_rank["numpy"]))
         except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
             raise UsageError(f"{name} cannot be used: {one_line(error)}") from error
-
-
-def _try_generators(of_rank: Mapping[str, Any], name: str) -> None:
-    """Tries the states on new generators; the process's own stay unchanged."""
-    if of_rank["cuda"] is not None:
-        _check(of_rank["cuda"], _CUDA_GENERATOR, f"cuda of {name}")
-    torch.Generator().set_state(of_rank["torch"])
-    version, internal, gauss = of_rank["python"]
-    # `setstate` does not check these types.
-    for number in internal:
-        _check(number, {int}, f"python of {name}")
-    _check(gauss, {float, NoneType}, f"python of {name}")
-    random.Random().setstate((version, tuple(internal), gauss))
-    algorithm, keys, position, has_gauss, gauss = of_rank["numpy"]
-    _check(keys, _NUMPY_KEYS, f"numpy of {name}")
-    _check(position, {int}, f"numpy of {name}")
-    words = keys.numpy().astype(np.uint32)
-    np.random.RandomState().set_state((algorithm, words, position, has_gauss, gauss))
 
 
 def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
@@ -389,6 +370,12 @@ def _check(value: Any, like: Any, name: str = "") -> None:
             _check(value[key], of_key, f"{key} of {name}" if name else key)
         return
     if like is None:
+        return
+    if isinstance(like, tuple):
+        right = isinstance(value, tuple) and len(value) == len(like)
+        _expect(right, f"{name} must have {len(like)} entries, got {_short(value)}")
+        for one, of_one in zip(value, like, strict=True):
+            _check(one, of_one, name)
         return
     if isinstance(like, torch.Tensor):
         expected = f"a tensor of {tuple(like.shape)} and {like.dtype}"

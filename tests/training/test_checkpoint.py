@@ -12,7 +12,6 @@ from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 
 MODEL = nn.Linear(4, 3)
-REPORT = Report(speaks=True, quiet=False)
 
 
 def state(step):
@@ -45,6 +44,14 @@ def refusal(path):
         checkpoint.load(path)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def newest(folder):
+    settings, report = (
+        Settings(checkpoint_dir=folder, resume="auto"),
+        Report(speaks=True, quiet=False),
+    )
+    return checkpoint.find_checkpoint(settings, state(1)["model_spec"], MODEL, report)
 
 
 def names(folder):
@@ -106,23 +113,22 @@ def test_one_that_may_be_whole_is_not_passed_over(tmp_path, monkeypatch):
     monkeypatch.undo()
     told = "checkpoint version 2, this program reads up to 1: install a newer"
     with pytest.raises(UsageError, match=told):
-        checkpoint.load_newest(tmp_path, REPORT)
+        newest(tmp_path)
     newer.unlink()
     newer.symlink_to(newer.name)  # an OSError whoever runs the tests
     with pytest.raises(UsageError, match=r"cannot read checkpoint .*-000002\.pt: Too many"):
-        checkpoint.load_newest(tmp_path, REPORT)
+        newest(tmp_path)
     assert checkpoint.files(tmp_path)[0] == newer
 
 
 def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
-    assert checkpoint.load_newest(tmp_path / "nothing", REPORT) is None
-    settings = Settings(checkpoint_dir=tmp_path, resume="auto")
+    assert newest(tmp_path / "nothing") is None
+    capsys.readouterr()
     good, bad = (checkpoint.save(tmp_path, state(step)) for step in (1, 2))
     damaged = bytearray(bad.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     bad.write_bytes(damaged)
-    spec = state(1)["model_spec"]
-    assert checkpoint.find_checkpoint(settings, spec, MODEL, REPORT)["step"] == 1
+    assert newest(tmp_path)["step"] == 1
     told = capsys.readouterr()
     assert told.out == f"resuming from {good}\n"
     assert told.err == (
@@ -136,7 +142,7 @@ def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
     for path in (good, newer):
         path.write_bytes(b"")
     with pytest.raises(UsageError, match=r"no checkpoint in .* can be read"):
-        checkpoint.load_newest(tmp_path, REPORT)
+        newest(tmp_path)
 
 
 def test_a_folder_of_another_run_is_refused_and_what_a_killed_one_left_removed(tmp_path):
