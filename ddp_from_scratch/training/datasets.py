@@ -44,6 +44,11 @@ class ImageData:
     image_size: int
     num_classes: int = NUM_CLASSES
 
+    def model_spec(self, name: str) -> dict[str, Any]:
+        """Returns the arguments with which `make_model` makes a model for these images."""
+        shape = {"channels": self.channels, "image_size": self.image_size}
+        return {"name": name, **shape, "num_classes": self.num_classes}
+
     def summary(self) -> str:
         checksum = 0
         for part in (self.train, self.test):
@@ -169,7 +174,7 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
 # Parts of ranks ---------------------------------------------------------------------------------
 
 
-class _Sampler(Sampler[int]):
+class StepSampler(Sampler[int]):
     """As torch's DistributedSampler, which shuffles, but an epoch can start at any step.
 
     The permutation of a seed and epoch is dealt out like cards, here to 2 ranks in batches of 3:
@@ -185,32 +190,46 @@ class _Sampler(Sampler[int]):
     """
 
     def __init__(self, size: int, settings: Settings, world: World) -> None:
-        self._size, self._seed, self._epoch = size, settings.seed, 0
-        self._parts = settings.parts(world.world_size)
-        self.batch_size = settings.rank_batch_size(world.world_size)
-        self.batches_per_epoch = size // self._parts // self.batch_size
-        self._mine, self._at_once = [world.rank], 1  # parts, and batches of one before the next
+        self._size, self._seed = size, settings.seed
+        self._parts = parts = settings.parts(world.world_size)
+        batch_size, accumulate = settings.rank_batch_size(world.world_size), settings.accumulate
+        self._mine, of = [world.rank], "ranks"
         if settings.virtual_ranks is not None:
-            mine = virtual_rank_range(self._parts, world.rank, world.world_size)
-            self._mine, self._at_once = list(mine[::-1]), settings.accumulate
-        self._start = 0  # earlier rounds of `_at_once` batches are not loaded
+            if parts < world.world_size:
+                raise UsageError(
+                    f"--virtual-ranks must be at least the number of ranks, {world.world_size}, "
+                    f"got {parts}"
+                )
+            mine = virtual_rank_range(parts, world.rank, world.world_size)
+            self._mine, of = list(mine[::-1]), "virtual ranks"
+        batches = size // (parts * batch_size)
+        if batches == 0:
+            raise UsageError(
+                f"the training images must fill one batch of {batch_size} on each of "
+                f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
+            )
+        if batches < accumulate:
+            raise UsageError(
+                f"--accumulate {accumulate} is more than the {batches} batches of an epoch"
+            )
         # Images that do not fill a batch, or a step, are left out at the end.
-        self._end = self.batches_per_epoch // self._at_once
+        self.steps_per_epoch = batches // accumulate
+        self.global_batch_size = batch_size * parts * accumulate
+        self.set_epoch(0)
 
-    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        self._epoch, self._start = epoch, start_batch // self._at_once
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        self._epoch, self._first_step = epoch, first_step
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         images = torch.randperm(self._size, generator=generator)
-        of_round = self._at_once * self.batch_size
-        dealt = images[: self._end * of_round * self._parts].view(-1, of_round, self._parts)
-        mine = dealt[self._start :, :, self._mine].transpose(1, 2)
-        return iter(mine.flatten().tolist())
+        images = images[: self.steps_per_epoch * self.global_batch_size]
+        dealt = images.view(self.steps_per_epoch, -1, self._parts)
+        return iter(dealt[self._first_step :, :, self._mine].mT.flatten().tolist())
 
     def __len__(self) -> int:
-        rounds = self._end - self._start
-        return rounds * self._at_once * self.batch_size * len(self._mine)
+        per_step = self.global_batch_size // self._parts * len(self._mine)
+        return (self.steps_per_epoch - self._first_step) * per_step
 
 
 def make_loader(
@@ -218,21 +237,14 @@ def make_loader(
 ) -> DataLoader[Sample]:
     """Returns the loader of this rank's images; a batch is float32 (N, C, H, W) and int64 (N,).
 
-    To train: shuffled, by `_Sampler`; `len(loader)` counts the batches left in the epoch. To test:
-    every world_size-th image in order, so sums over ranks are exact. A rank may have one less, or
-    none, so it must not communicate in each batch.
+    To train: shuffled, by `StepSampler`; `len(loader)` counts the batches left in the epoch.
+    To test: every world_size-th image in order, so sums over ranks are exact. A rank may have one
+    less, or none, so it must not communicate in each batch.
     """
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
     sampler: Iterable[int] = range(world.rank, size, world.world_size)
     if train:
-        parts = settings.parts(world.world_size)
-        of = "virtual ranks" if settings.virtual_ranks else "ranks"
-        if size < parts * batch_size:
-            raise UsageError(
-                f"the training images must fill one batch of {batch_size} on each of "
-                f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
-            )
-        sampler = _Sampler(size, settings, world)
+        sampler = StepSampler(size, settings, world)
     # DataLoader draws a base seed even without workers, so it gets a generator of its own. A worker
     # seeds torch, numpy and random with base seed + worker id, so the seed depends on the rank.
     seeds = np.random.SeedSequence((settings.seed, world.rank)).generate_state(1, np.uint64)
@@ -287,34 +299,3 @@ def _begin_worker(worker_id: int) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_rank, daemon=True).start()
-
-
-class RankData:
-    """The loaders of one rank; a UsageError if images and ranks do not fit. No communication."""
-
-    def __init__(self, data: ImageData, settings: Settings, world: World) -> None:
-        if settings.virtual_ranks is not None and settings.virtual_ranks < world.world_size:
-            raise UsageError(
-                f"--virtual-ranks must be at least the number of ranks, {world.world_size}, "
-                f"got {settings.virtual_ranks}"
-            )
-        self.train = make_loader(data.train, settings, world, train=True)
-        self.test = make_loader(data.test, settings, world, train=False)
-        assert isinstance(self.train.sampler, _Sampler)
-        self.sampler = self.train.sampler
-        # Equal on all ranks, as is the size of the batches.
-        batches = self.sampler.batches_per_epoch
-        if batches < settings.accumulate:
-            raise UsageError(
-                f"--accumulate {settings.accumulate} is more than the {batches} batches of an epoch"
-            )
-        parts = settings.parts(world.world_size)
-        self.global_batch_size = self.sampler.batch_size * parts * settings.accumulate
-        # Batches that do not fill a step are left out, like images that do not fill a batch.
-        self.steps_per_epoch = batches // settings.accumulate
-        self.model_spec: dict[str, Any] = {
-            "name": settings.model,
-            "channels": data.channels,
-            "image_size": data.image_size,
-            "num_classes": data.num_classes,
-        }

@@ -27,7 +27,7 @@ from ddp_from_scratch.training.coordination import (
     prepare_process,
     together,
 )
-from ddp_from_scratch.training.datasets import RankData
+from ddp_from_scratch.training.datasets import StepSampler, make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
@@ -54,9 +54,10 @@ class Engine:
         self.writes = False
         self.epoch = self.step = self.global_step = 0
         with together(self.group):
-            self.data = RankData(self.images, settings, world)
+            self._deal_images()
+            self.model_spec = self.images.model_spec(settings.model)
             # Built in the same way on every rank, then made equal to rank 0's.
-            self.model = make_model(**self.data.model_spec).to(world.device)
+            self.model = make_model(**self.model_spec).to(world.device)
             if settings.sync_batch_norm:
                 convert_sync_batchnorm(self.model)
                 if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
@@ -98,8 +99,8 @@ class Engine:
             seed_generators(settings.seed + self.world.rank)
         with together(self.group):
             if self.world.rank == 0:
-                spec, model, report = self.data.model_spec, self.model, self.report
-                state = checkpoint.find_checkpoint(settings, spec, model, report)
+                spec, model = self.model_spec, self.model
+                state = checkpoint.find_checkpoint(settings, spec, model, self.report)
                 # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
                 if state is not None:
                     compressed = state.pop("compression", None)
@@ -107,11 +108,18 @@ class Engine:
         if state is not None:
             changes = settings.changes_since(state["settings"])
             now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}
-            now["global_batch_size"] = self.data.global_batch_size
+            now["global_batch_size"] = self.sampler.global_batch_size
             changes += [f"{k} {state[k]} -> {v}" for k, v in now.items() if state[k] != v]
             if changes:
                 self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
         return state, compressed
+
+    def _deal_images(self) -> None:
+        """Makes the loaders of this rank's images."""
+        self.train = make_loader(self.images.train, self.settings, self.world, train=True)
+        self.test = make_loader(self.images.test, self.settings, self.world, train=False)
+        assert isinstance(self.train.sampler, StepSampler)
+        self.sampler = self.train.sampler
 
     def _open_outputs(self) -> None:
         """Opens the folders for checkpoints and metrics on rank 0, the only rank that writes."""
@@ -166,7 +174,7 @@ class Engine:
         # Called in the last backward pass of a step, before the step counts.
         self.metrics.log(
             self.global_step + 1,
-            images_per_second=1e3 * self.data.global_batch_size / max(found.step_ms, 1e-3),
+            images_per_second=1e3 * self.sampler.global_batch_size / max(found.step_ms, 1e-3),
             step_ms=found.step_ms,
             **{f"{phase}_ms": ms for phase, ms in found.others_ms.items()},
             exposed_ms=found.exposed_ms,
@@ -197,7 +205,7 @@ class Engine:
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
         with together(self.group):
-            self.data = RankData(self.images, self.settings, self.world)
+            self._deal_images()
             if not self.writes:
                 self._open_outputs()
         if meeting.source is None or meeting.same_state:
@@ -224,12 +232,12 @@ class Engine:
 
     def _state(self) -> checkpoint.State:
         """Returns the part of a checkpoint that is the same on every rank."""
-        batch, buckets = self.data.global_batch_size, None
+        batch, buckets = self.sampler.global_batch_size, None
         if self.reducer.bucket_cap_mb is not None:  # None while "auto" is still searching
             buckets = {"bucket_cap_mb": self.reducer.bucket_cap_mb, "overlap": self.reducer.overlap}
         return {
             "model": self.model.state_dict(),
-            "model_spec": self.data.model_spec,
+            "model_spec": self.model_spec,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ready_order": self.reducer.ready_order,
@@ -251,8 +259,10 @@ class Engine:
             self.scaler.load_state_dict(state["scaler"])
         self.epoch = state["epoch"]
         # If the global batch size has changed, images that do not fill a batch count as unseen.
-        self.step = min(state["images"] // self.data.global_batch_size, self.data.steps_per_epoch)
-        self.global_step = self.epoch * self.data.steps_per_epoch + self.step
+        self.step = min(
+            state["images"] // self.sampler.global_batch_size, self.sampler.steps_per_epoch
+        )
+        self.global_step = self.epoch * self.sampler.steps_per_epoch + self.step
         # The saved totals are those of all ranks: restored on one rank, their sum stays right.
         if (self.world.rank == 0 or self.membership.elastic) and self.step == state["step"]:
             self.totals.copy_(state["totals"])

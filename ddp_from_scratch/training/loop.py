@@ -49,7 +49,7 @@ class Trainer(Engine):
         with self.lock, StopSignal(self.group) as stop:
             while True:
                 try:
-                    number, test_accuracy = self._train(stop)
+                    number = self._train(stop)
                     break
                 except Exception as error:  # noqa: BLE001  # raised again where it ends the run
                     left = time.monotonic()
@@ -70,7 +70,7 @@ class Trainer(Engine):
         self.metrics.close()
         self.report.line(
             f"{settings.backend}, {self.world.world_size} ranks, global batch "
-            f"{self.data.global_batch_size}, {settings.model}, {seconds:.1f} s"
+            f"{self.sampler.global_batch_size}, {settings.model}, {seconds:.1f} s"
         )
         if settings.bucket_cap_mb == AUTO:
             cap, found = self.reducer.bucket_cap_mb, "not settled in "
@@ -85,12 +85,12 @@ class Trainer(Engine):
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:
             self.report.line(f"metrics {settings.log_dir}")
-        self.report.result(f"{settings.dataset} test accuracy {test_accuracy:.4f}")
+        self.report.result(f"{settings.dataset} test accuracy {self.test_accuracy:.4f}")
         return 0
 
-    def _train(self, stop: StopSignal) -> tuple[int, float]:
-        """Trains to the end; returns the signal that stopped the run (or 0) and the accuracy."""
-        number, test_accuracy = 0, None
+    def _train(self, stop: StopSignal) -> int:
+        """Trains to the end; returns the signal that stopped the run, or 0."""
+        number, self.test_accuracy = 0, math.nan
         if self.membership.changed and self.epoch and not self.step:
             # A rank may have been lost while the last checkpoint was written.
             self._save()
@@ -100,22 +100,21 @@ class Trainer(Engine):
             stop.ask(self.losses.settled())
             self._answer(stop)
             if not number:
-                test_accuracy = self._end_epoch()
+                self._end_epoch()
         self._print_timeline()
         if number:
             self._save()
             saved = "nothing was saved (no --checkpoint-dir)"
             if self.saved_as is not None:
                 saved = f"saved {self.saved_as}: --resume auto continues"
-            place = f"epoch {self.epoch + 1}, step {self.step}/{self.data.steps_per_epoch}"
+            place = f"epoch {self.epoch + 1}, step {self.step}/{self.sampler.steps_per_epoch}"
             self.report.result(f"stopped in {place}; {saved}")
             self.metrics.close()
             # No rank may exit before rank 0 has saved: the launcher may then end the others.
             dist.barrier(group=self.group)
-            return number, math.nan
-        if test_accuracy is None:  # resumed after the last epoch
-            test_accuracy = self._evaluate()
-        return 0, test_accuracy
+        elif math.isnan(self.test_accuracy):  # resumed after the last epoch
+            self._evaluate()
+        return number
 
     def _print_timeline(self) -> None:
         if self.timeline is None:
@@ -133,11 +132,11 @@ class Trainer(Engine):
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the end of the epoch; returns the signal that stopped it, or 0."""
         self.model.train()
-        self.data.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
+        self.sampler.set_epoch(self.epoch, self.step)
         first, began = self.step, time.monotonic()
-        batches = iter(self.data.train)
+        batches = iter(self.train)
         title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
-        for _ in self.report.progress(range(first, self.data.steps_per_epoch), title):
+        for _ in self.report.progress(range(first, self.sampler.steps_per_epoch), title):
             # Overlaps with the step, so it has the losses of earlier steps only.
             stop.ask(self.losses.known(), self.membership.is_over)
             self._step(batches)
@@ -155,13 +154,13 @@ class Trainer(Engine):
             if number := self._answer(stop):
                 return number
         gpu.synchronize(self.world.device)
-        images = (self.step - first) * self.data.global_batch_size
+        images = (self.step - first) * self.sampler.global_batch_size
         self.images_per_second = images / (time.monotonic() - began)
         return 0
 
     def _step(self, batches: Iterator[Any]) -> None:
         settings = self.settings
-        per_epoch, world_size = self.data.steps_per_epoch, self.world.world_size
+        per_epoch, world_size = self.sampler.steps_per_epoch, self.world.world_size
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(self.global_step, per_epoch, world_size)
         self.optimizer.zero_grad()
@@ -212,7 +211,7 @@ class Trainer(Engine):
         number, not_finite, is_over = stop.answer()
         if not_finite and not self.reported_loss:
             self.reported_loss = True
-            place = place_of(not_finite, self.data.steps_per_epoch)
+            place = place_of(not_finite, self.sampler.steps_per_epoch)
             if self.settings.stop_on_nan:
                 self.metrics.close()
                 # All ranks raise in the same step, so only rank 0 reports.
@@ -228,13 +227,13 @@ class Trainer(Engine):
             raise CommunicationError("ranks were lost, or others want to join")
         return number
 
-    def _end_epoch(self) -> float:
+    def _end_epoch(self) -> None:
         loss, correct, count = self._totals_of_all().tolist()
         loss, train_accuracy = loss / count, correct / count
-        test_accuracy = self._evaluate()
+        self._evaluate()
         self.report.line(
             f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {loss:.4f}  "
-            f"train {train_accuracy:.2%}  test {test_accuracy:.2%}  "
+            f"train {train_accuracy:.2%}  test {self.test_accuracy:.2%}  "
             f"{self.images_per_second:,.0f} images/s"
         )
         self.metrics.log(
@@ -242,7 +241,7 @@ class Trainer(Engine):
             epoch=self.epoch + 1,
             loss=loss,
             train_accuracy=train_accuracy,
-            test_accuracy=test_accuracy,
+            test_accuracy=self.test_accuracy,
             images_per_second=self.images_per_second,
             lr=self.optimizer.param_groups[0]["lr"],
         )
@@ -254,10 +253,10 @@ class Trainer(Engine):
         self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
         self._save()
-        return test_accuracy
 
-    def _evaluate(self) -> float:
-        return accuracy(self.model, self.data.test, self.world, self.settings.precision)
+    def _evaluate(self) -> None:
+        precision = self.settings.precision
+        self.test_accuracy = accuracy(self.model, self.test, self.world, precision)
 
 
 @torch.no_grad()

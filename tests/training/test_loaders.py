@@ -76,7 +76,7 @@ def test_every_rank_gets_as_many_batches_of_the_same_size(size, world_size, batc
         loader = train_loader(Numbers(size), rank, world_size, batch_size)
         mine = epoch_of(loader, 0)
         assert [len(batch) for batch in mine] == [batch_size] * expected
-        assert len(loader) == loader.sampler.batches_per_epoch == expected
+        assert len(loader) == loader.sampler.steps_per_epoch == expected
         seen += flat(mine)
     assert len(set(seen)) == len(seen) == expected * world_size * batch_size
     assert set(seen) <= set(range(size))
