@@ -47,11 +47,8 @@ def refusal(path):
 
 
 def newest(folder):
-    settings, report = (
-        Settings(checkpoint_dir=folder, resume="auto"),
-        Report(speaks=True, quiet=False),
-    )
-    return checkpoint.find_checkpoint(settings, state(1)["model_spec"], MODEL, report)
+    settings, spec = Settings(checkpoint_dir=folder, resume="auto"), state(1)["model_spec"]
+    return checkpoint.find_checkpoint(settings, spec, MODEL, Report(speaks=True, quiet=False))
 
 
 def names(folder):
@@ -122,8 +119,6 @@ def test_one_that_may_be_whole_is_not_passed_over(tmp_path, monkeypatch):
 
 
 def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
-    assert newest(tmp_path / "nothing") is None
-    capsys.readouterr()
     good, bad = (checkpoint.save(tmp_path, state(step)) for step in (1, 2))
     damaged = bytearray(bad.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -143,6 +138,7 @@ def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
         path.write_bytes(b"")
     with pytest.raises(UsageError, match=r"no checkpoint in .* can be read"):
         newest(tmp_path)
+    assert newest(tmp_path / "nothing") is None
 
 
 def test_a_folder_of_another_run_is_refused_and_what_a_killed_one_left_removed(tmp_path):

@@ -8,7 +8,6 @@ import torch
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.checkpoint import check_contents, check_fit
 from ddp_from_scratch.training.loop import load_model
 from ddp_from_scratch.world import World
 from tests.training.test_checkpoint import MODEL, newest, state
@@ -31,8 +30,8 @@ def changed(content, path, value):
 
 
 def check(content):
-    check_contents(content)
-    check_fit(content, MODEL)
+    checkpoint.check_contents(content)
+    checkpoint.check_fit(content, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +62,9 @@ def test_wrong_contents(path, value, told):
 
 def test_a_checkpoint_with_wrong_contents_is_passed_over(tmp_path):
     older = {name: v for name, v in state(1)["settings"].items() if name != "stragglers"}
-    check_contents(state(1) | {"settings": older | {"later": [1, 2]}})  # of another version
+    checkpoint.check_contents(
+        state(1) | {"settings": older | {"later": [1, 2]}}
+    )  # of another version
     checkpoint.save(tmp_path, state(1))
     bad = checkpoint.save(tmp_path, state(2) | {"epoch": -1})
     with pytest.raises(UsageError, match=f"{bad} is no checkpoint that a run has written: epoch"):
