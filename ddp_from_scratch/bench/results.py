@@ -171,12 +171,12 @@ def verdict(run: Run) -> str:
     """Compares this library's fastest contender per backend, unless the machine was busy."""
     if run.disturbed is not None:
         return f"no verdict: the machine was not quiet ({run.disturbed})"
-    torch_ddp, backends = run.torch_ddp, dict.fromkeys(_backend(s.name) for s in run.ours)
-    if torch_ddp is None or not backends:
-        return ""
-    each = [[s for s in run.ours if _backend(s.name) == backend] for backend in backends]
-    bests = [min(ours, key=lambda s: s.quartiles[1]) for ours in each]
-    return "\n".join(f"for this model: {_compared(run, best, torch_ddp)}" for best in bests)
+    torch_ddp, lines = run.torch_ddp, []
+    for backend in dict.fromkeys(_backend(s.name) for s in run.ours):
+        best = fastest(s for s in run.ours if _backend(s.name) == backend)
+        if best is not None and torch_ddp is not None:
+            lines.append(f"for this model: {_compared(run, best, torch_ddp)}")
+    return "\n".join(lines)
 
 
 def _compared(run: Run, best: Samples, torch_ddp: Samples) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 
 from ddp_from_scratch import gpu, node  # noqa: F401  # node registers its backend
 from ddp_from_scratch.bench.contenders import (
@@ -294,14 +295,12 @@ def check_distance(
 ) -> None:
     """Raises a RuntimeError if two models differ by more than `tolerance` of their training."""
     others = list(others)
-    moved, apart = _distance(others, start), _distance(some, others)
+    moved, apart = (
+        float(get_total_norm([a - b for a, b in zip(*pair, strict=True)]))
+        for pair in ((others, start), (some, others))
+    )
     if not (moved > 0 and apart <= tolerance * moved):  # negated to catch NaN
         raise RuntimeError(
             f"{names[0]} and {names[1]} have trained to a different model, {apart:.2g} apart where "
             f"training moved it by {moved:.2g}: they cannot be compared"
         )
-
-
-def _distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
-    squares = [(a - b).double().square().sum() for a, b in zip(some, others, strict=True)]
-    return float(torch.stack(squares).sum().sqrt())
