@@ -10,7 +10,6 @@ import hashlib
 import math
 import os
 import random
-import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -84,10 +83,9 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 
 
 def prepare_folder(folder: Path, *, resume: str | None) -> TextIO:
-    """Makes the folder, tests that it is writable, and locks it; returns the file of the lock.
+    """Makes the folder, tests that it is writable, and locks it until the file is closed.
 
     A UsageError where another run holds it, or has left checkpoints that this one would remove.
-    The lock ends when the file is closed or this process ends.
     """
     name, path = f"--checkpoint-dir {folder}", folder / ".lock"
     try:
@@ -165,7 +163,7 @@ def load(path: Path) -> State:
 def files(folder: Path) -> list[Path]:
     """Lists the checkpoints in a folder, newest first."""
     names = folder.glob("checkpoint-*.pt")
-    found = [path for path in names if re.fullmatch(r"checkpoint-\d+", path.stem)]
+    found = [path for path in names if path.stem.removeprefix("checkpoint-").isdecimal()]
     return sorted(found, key=_number, reverse=True)
 
 
@@ -218,8 +216,7 @@ def find_checkpoint(
 
 
 def _describe(spec: dict[str, Any]) -> str:
-    size = spec["image_size"]
-    return f"{spec['name']} for {spec['num_classes']} classes of {spec['channels']}x{size}x{size}"
+    return "{name} for {num_classes} classes of {channels}x{image_size}x{image_size}".format(**spec)
 
 
 def rng_state() -> State:
@@ -260,10 +257,9 @@ _SPEC = {"name": {str}, "channels": 1, "image_size": 1, "num_classes": 1}
 _SCALER = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), 0.0)
 _SCALER |= {"growth_interval": 0, "_growth_tracker": 0}
 _OTHERS = ("model", "optimizer", "scaler", "compression", "ready_order", "buckets", "rng")
-_LIKE: dict[str, Any] = {
+_LIKE = dict.fromkeys(_OTHERS) | {
     **{"epoch": 0, "step": 0, "images": 0, "world_size": 1, "global_batch_size": 1},
     **{"model_spec": _SPEC, "settings": {}, "totals": torch.zeros(3, dtype=torch.float64)},
-    **dict.fromkeys(_OTHERS),
 }
 _SETTINGS = {
     name: {str if one is Path else one for one in get_args(kind) or (kind,)}
@@ -273,7 +269,6 @@ _GENERATORS: dict[str, Any] = {
     **{"torch": None, "cuda": None, "python": ({int}, ({int},) * 625, {float, NoneType})},
     "numpy": ({str}, torch.zeros(624, dtype=torch.int64), {int}, {int}, {float}),
 }
-_CUDA_GENERATOR = torch.zeros(16, dtype=torch.uint8)
 
 
 def check_contents(state: Mapping[str, Any]) -> None:
@@ -286,8 +281,7 @@ def check_contents(state: Mapping[str, Any]) -> None:
     # No run finishes more epochs than it was asked for.
     _check(settings["epochs"], state["epoch"], "epochs")
     _expect(state["model_spec"].keys() == _SPEC.keys(), "model_spec has more than a model's")
-    # Empty except with fp16.
-    if state["scaler"] != {}:
+    if state["scaler"] != {}:  # with fp16
         _check(state["scaler"], _SCALER, "scaler")
     if buckets is not None:
         _check(buckets, {"bucket_cap_mb": None, "overlap": {bool}}, "buckets")
@@ -301,7 +295,7 @@ def check_contents(state: Mapping[str, Any]) -> None:
         name = f"rng of rank {rank}"
         _check(of_rank, _GENERATORS, name)
         if of_rank["cuda"] is not None:
-            _check(of_rank["cuda"], _CUDA_GENERATOR, f"cuda of {name}")
+            _check(of_rank["cuda"], torch.zeros(16, dtype=torch.uint8), f"cuda of {name}")
         try:
             # On new generators: the process's own stay unchanged.
             torch.Generator().set_state(of_rank["torch"])
@@ -323,9 +317,8 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
     for index, of_one in state["optimizer"]["state"].items():
         _expect(index in of_index, f"the optimizer has a state for parameter {_short(index)}")
         _check(of_one, {}, "the optimizer's state")
-        momenta = {name: value for name, value in of_one.items() if value is not None}
-        like = dict.fromkeys(momenta, of_index[index])
-        _check(momenta, like, f"the optimizer's state of parameter {index}")
+        like = {name: of_index[index] for name, value in of_one.items() if value is not None}
+        _check(of_one, like, f"the optimizer's state of parameter {index}")
 
     # The Reducer fills its buckets in this order, so it must name each parameter once.
     order = state["ready_order"]

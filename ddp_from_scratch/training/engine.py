@@ -288,25 +288,24 @@ class Engine:
             if saved is not None:
                 self.report.warning("what PowerSGD left out of earlier averages is dropped")
             return
-        shared = of_rank_0(saved and saved | {"errors": None}, self.group)
-        if shared is None:
-            return
-        errors: list[dict[str, torch.Tensor]] | None = None
+        of_each: list[Any] = [None] * self.world.world_size
         if saved is not None:
-            errors, world_size = saved["errors"], self.world.world_size
-            if len(errors) != world_size:
+            errors = saved["errors"]
+            if len(errors) != len(of_each):
                 # Averages depend only on the mean.
                 self.report.warning(
                     "every rank begins with the mean of what PowerSGD left out on the "
                     f"{len(errors)} ranks before"
                 )
                 mean = {n: torch.stack([e[n] for e in errors]).mean(0) for n in errors[0]}
-                errors = [mean] * world_size
+                errors = [mean] * len(of_each)
+            of_each = [saved | {"errors": of_one} for of_one in errors]
         # Each rank gets only its own errors: all of them are as large as all ranks' gradients.
         mine: list[Any] = [None]
-        dist.scatter_object_list(mine, errors, 0, self.group)
-        self.power_sgd.load_state_dict(self.model, shared | {"errors": mine[0]})
-        self.power_sgd.rescale(self.scaler.get_scale() / shared["loss_scale"])
+        dist.scatter_object_list(mine, of_each, 0, self.group)
+        if mine[0] is not None:
+            self.power_sgd.load_state_dict(self.model, mine[0])
+            self.power_sgd.rescale(self.scaler.get_scale() / mine[0]["loss_scale"])
 
     def _totals_of_all(self) -> torch.Tensor:
         """Returns the sum of all ranks' totals. Collective."""
