@@ -4,6 +4,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +125,8 @@ class _Residual(nn.Linear):
 
 
 def _mlp() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(16):
-        layers += [nn.Linear(1024, 1024), nn.ReLU()]
-    return nn.Sequential(*layers)
+    pairs = ((nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16))
+    return nn.Sequential(*chain.from_iterable(pairs))
 
 
 def _images(count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,14 +127,13 @@ class StopSignal:
     """Makes all ranks act on SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the same step.
 
     A signal may reach each rank at another step, so all ranks exchange a flag in every step: `ask`
-    starts the exchange, and `answer` ends it after the step. Two other numbers travel along.
+    starts the exchange, and `answer` ends it after the step. Two other facts travel along.
     Inside the `with` block a second signal ends the process at once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._received = 0
-        self._flags = torch.zeros(3, dtype=torch.int64)  # the signal's number and `also`
         self._handle: dist.Work | None = None
 
     def __enter__(self) -> "StopSignal":
@@ -159,23 +158,23 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
     def drop(self) -> None:
-        # A new tensor: an exchange that a lost rank has aborted may still write to the old one.
-        self._flags, self._handle = torch.zeros_like(self._flags), None
+        """Drops an exchange that a lost rank has aborted."""
+        self._handle = None
 
-    def ask(self, *also: int) -> None:
-        """Starts the exchange of this step; `also` has at most two numbers."""
-        self._flags.zero_()
-        self._flags[: 1 + len(also)] = torch.tensor([self._received, *also])
+    def ask(self, not_finite: int, is_over: bool = False) -> None:
+        """Starts the exchange of this step."""
+        # A new tensor: an aborted exchange may still write to its own.
+        self._flags = torch.tensor([self._received, not_finite, int(is_over)])
         self._handle = dist.all_reduce(
             self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
     def answer(self) -> tuple[int, int, int]:
-        """Waits for the highest signal number of all ranks (0: none) and the highest of `also`."""
+        """Waits for the highest of each over all ranks: signal (0: none), loss, is over."""
         assert self._handle is not None, "answer() without ask()"
         wait(self._handle)
-        number, first, second = self._flags.tolist()
-        return number, first, second
+        number, not_finite, is_over = self._flags.tolist()
+        return number, not_finite, is_over
 
 
 # An event as one number: MAX selects the earliest step, then the lowest rank; 0 means none.
