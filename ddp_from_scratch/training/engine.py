@@ -257,12 +257,10 @@ class Engine:
         self.optimizer.load_state_dict(state["optimizer"] | groups)
         if state["scaler"]:  # empty if the precision was another
             self.scaler.load_state_dict(state["scaler"])
-        self.epoch = state["epoch"]
+        self.epoch, per_epoch = state["epoch"], self.sampler.steps_per_epoch
         # If the global batch size has changed, images that do not fill a batch count as unseen.
-        self.step = min(
-            state["images"] // self.sampler.global_batch_size, self.sampler.steps_per_epoch
-        )
-        self.global_step = self.epoch * self.sampler.steps_per_epoch + self.step
+        self.step = min(state["images"] // self.sampler.global_batch_size, per_epoch)
+        self.global_step = self.epoch * per_epoch + self.step
         # The saved totals are those of all ranks: restored on one rank, their sum stays right.
         if (self.world.rank == 0 or self.membership.elastic) and self.step == state["step"]:
             self.totals.copy_(state["totals"])
