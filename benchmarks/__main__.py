@@ -36,8 +36,8 @@ from benchmarks.harness.launch import make_parser
 from benchmarks.summary import summarise
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
-from ddp_from_scratch.bench.machine import describe
-from ddp_from_scratch.bench.ways import default_ranks
+from ddp_from_scratch.bench.results import describe
+from ddp_from_scratch.bench.timing import default_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 STOPPED = (130, 143)

@@ -38,7 +38,7 @@ from tqdm import tqdm
 from benchmarks.harness.launch import make_parser
 from benchmarks.harness.report import draw_lines, write
 from ddp_from_scratch import UsageError, process_group, start_ranks
-from ddp_from_scratch.bench.verdict import text_table
+from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.launch.start import start_mpirun

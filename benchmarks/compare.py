@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.harness.launch import make_parser
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.verdict import text_table
+from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 # By preference: a step without communication does not depend on what is compared.

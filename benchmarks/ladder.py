@@ -30,7 +30,7 @@ from benchmarks.harness.launch import add_common_options, make_parser, run_on_ra
 from benchmarks.harness.report import write
 from benchmarks.timelines import record
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.verdict import text_table
+from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.watch.recorder import StepTimes

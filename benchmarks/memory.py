@@ -41,10 +41,9 @@ from ddp_from_scratch.bench.contenders import (
     REFERENCES,
     contenders,
 )
-from ddp_from_scratch.bench.timing import check_distance
-from ddp_from_scratch.bench.verdict import kind as kind_of
-from ddp_from_scratch.bench.verdict import text_table
-from ddp_from_scratch.bench.ways import default_ranks, start
+from ddp_from_scratch.bench.results import kind as kind_of
+from ddp_from_scratch.bench.results import text_table
+from ddp_from_scratch.bench.timing import check_distance, default_ranks, start
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit

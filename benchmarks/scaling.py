@@ -42,10 +42,8 @@ from ddp_from_scratch.bench.contenders import (
     reducer,
     torch_ddp,
 )
-from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.timing import check_equal, interleave, warm_up
-from ddp_from_scratch.bench.verdict import kind, text_table
-from ddp_from_scratch.bench.ways import start
+from ddp_from_scratch.bench.results import Samples, kind, text_table
+from ddp_from_scratch.bench.timing import check_equal, interleave, start, warm_up
 from ddp_from_scratch.bench.workloads import Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit

@@ -22,8 +22,7 @@ from tqdm import tqdm
 from benchmarks.harness.launch import make_parser
 from benchmarks.harness.report import write
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.verdict import text_table
+from ddp_from_scratch.bench.results import Samples, text_table
 from ddp_from_scratch.launch.environment import MOST_HERE, mpirun_command
 from ddp_from_scratch.launch.rank_process import run_to_exit
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness.report import RESULTS, Bar, draw_bars
+from ddp_from_scratch.bench.__main__ import described, main
 from ddp_from_scratch.bench.contenders import OPTIMIZERS
-from ddp_from_scratch.bench.main import described, main
-from ddp_from_scratch.bench.verdict import Run, kind
-from ddp_from_scratch.bench.ways import Job
+from ddp_from_scratch.bench.results import Run, kind
+from ddp_from_scratch.bench.timing import Job
 from ddp_from_scratch.bench.workloads import workload
 from ddp_from_scratch.launch.rank_process import run_to_exit
 

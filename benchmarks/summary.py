@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.verdict import Run, fastest, text_table
+from ddp_from_scratch.bench.results import Run, Samples, fastest, text_table
 
 Content = Mapping[str, Any]  # of a file
 

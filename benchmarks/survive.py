@@ -43,7 +43,7 @@ import torch
 from benchmarks.harness.launch import make_parser
 from benchmarks.harness.report import draw_progress, write
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.bench.verdict import text_table
+from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.launch.environment import MOST_HERE
 from ddp_from_scratch.launch.rank_process import run_to_exit
 

@@ -26,8 +26,8 @@ from benchmarks.harness.launch import make_parser
 from benchmarks.harness.report import write
 from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
-from ddp_from_scratch.bench.verdict import text_table
-from ddp_from_scratch.bench.ways import start
+from ddp_from_scratch.bench.results import text_table
+from ddp_from_scratch.bench.timing import start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit

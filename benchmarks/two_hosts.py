@@ -56,9 +56,8 @@ from benchmarks.harness.wire_contenders import (
 )
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.bench.results import Samples, kind, text_table
 from ddp_from_scratch.bench.timing import WARM_UP, interleave, warm_up
-from ddp_from_scratch.bench.verdict import kind, text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit

@@ -29,9 +29,8 @@ from ddp_from_scratch.bench.contenders import (
     contenders,
     reducer,
 )
-from ddp_from_scratch.bench.samples import Samples, median_interval
+from ddp_from_scratch.bench.results import Samples, median_interval, text_table
 from ddp_from_scratch.bench.timing import check_ranks, interleave, rounds_for, warm_up
-from ddp_from_scratch.bench.verdict import text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world import World

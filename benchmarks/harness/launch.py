@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.harness.report import RESULTS
 from ddp_from_scratch import UsageError, process_group
-from ddp_from_scratch.bench.ways import start
+from ddp_from_scratch.bench.timing import start
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.world import World

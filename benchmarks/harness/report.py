@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.bench.machine import content_of, save
+from ddp_from_scratch.bench.results import content_of, save
 
 try:
     import matplotlib

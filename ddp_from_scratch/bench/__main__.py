@@ -1,9 +1,173 @@
-"""python -m ddp_from_scratch.bench: see main.py."""
+"""Times training steps with this library and with torch's DistributedDataParallel.
 
+Examples:
+    {program}                                  an MLP, 2 ranks
+    {program} --model resnet50 --optimizer adamw --nproc 4
+    {program} --model my_file.py:make --backend gloo mpi
+
+Your own model is a function in a file that returns a module, a batch and, optionally, a loss:
+
+    from torch.nn.functional import cross_entropy
+
+    def make():
+        model = torch.nn.Linear(1000, 10)
+        batch = torch.randn(32, 1000), torch.randint(10, (32,))
+        return model, batch, lambda model, batch: cross_entropy(model(batch[0]), batch[1])
+
+The default loss is the one shown. Every rank gets the same model and its own batch.
+
+How to read the table:
+
+    no communication   each rank trains by itself, which is all computation of a step
+    torch DDP          torch's class in several settings; ratios are to the fastest on gloo (nccl)
+    Reducer            this library's hooks, with torch's optimizer
+    ddp.SGD            this library's optimizer, on the Reducer's flat buckets
+    NodeSharedSGD      one copy of parameters and state per machine; each rank updates its share
+    fuse_wgrad         gradients of linear layers and embeddings are computed in their buckets
+    on gloo, mpi, node the process group's backend; node is shared memory beside gloo
+
+    ms, quartiles      the median step of the slowest rank, and the middle half
+    / torch DDP        the median of the ratios in each round, with its 95 % interval
+    / no comm.         the same; an optimizer that does less work may bring it below 1
+    CPU ms             the CPU time of all threads of a rank
+
+torch's optimizers use fused=True, their fastest form. Contenders take turns in the same processes.
+--way has two alternatives: with "kept", glibc also keeps freed memory; with "alone", each contender
+gets its own processes, and a model pays for new memory from the system in each step.
+
+Run nothing else meanwhile: if something does run, the table says so and has no verdict.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import shutil
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
 
-from ddp_from_scratch.bench.main import main
+from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
+from ddp_from_scratch.bench.results import Run, Samples, compact_json, save, table, verdict
+from ddp_from_scratch.bench.timing import WAYS, Content, Job, default_ranks, measure
+from ddp_from_scratch.bench.workloads import WORKLOADS, workload
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
+
+Draw = Callable[[Job, Mapping[str, Run], Path], None]
+
+
+def main(
+    arguments: list[str],
+    program: str = "python -m ddp_from_scratch.bench",
+    results: Path | None = None,
+    draw: Draw | None = None,
+) -> int:
+    """Runs the program, named `program` in --help. `draw` draws a job's runs, by their way."""
+    options = parse(arguments, program, results)
+    if options.job is not None:
+        content = measure(Job(**json.loads(options.job)))
+        if content is not None:
+            options.into.write_text(compact_json(content))
+        return 0
+    if environment.launcher() != "none":
+        return _under_launcher(options)
+    for name in options.model:
+        workload(name)  # reports a mistake before the first job runs
+    for nproc, name in product(options.nproc, options.model):
+        job, runs = _job(options, name, nproc), {}
+        for way in options.way:
+            own = replace(job, way=way)
+            runs[way] = report(own, WAYS[way][0](own), options.results)
+        if draw is not None:
+            draw(job, runs, options.results)
+    return 0
+
+
+def parse(arguments: list[str], program: str, results: Path | None = None) -> argparse.Namespace:
+    """Parses the command line. Raises a UsageError for wrong values."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=(__doc__ or "").format(program=program),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, ranks, backends = parser.add_argument, default_ranks(), _default_backends()
+    names = [spec.name for spec in CONTENDERS[1:]]
+    models = f"{', '.join(WORKLOADS)}, any classifier of torchvision, or FILE.py:FUNCTION"
+    add("--model", nargs="+", default=["mlp"], metavar="M", help=f"{models} (default: mlp)")
+    text = f"of one table (default here: {' '.join(backends)})"
+    add("--backend", nargs="+", choices=("gloo", "mpi", "nccl"), default=backends, help=text)
+    add("--nproc", type=int, nargs="+", default=[ranks], help=f"ranks (default: {ranks})")
+    add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
+    text = "of running (default: interleaved)"
+    add("--way", nargs="+", choices=WAYS, default=["interleaved"], help=text)
+    text = f"only these beside torch's DDP on gloo and no communication, of: {'; '.join(names)}"
+    add("--contender", nargs="+", choices=names, metavar="NAME", help=text)
+    text = 'of steps for each table, after warm-up; "alone" takes 2 for each row at least '
+    add("--seconds", type=float, default=15.0, help=text + "(default: 15)")
+    add("--rounds", type=int, help="steps of each contender, in place of --seconds")
+    text = f"where JSON goes (default: {'nowhere' if results is None else results})"
+    add("--results", type=Path, default=results, metavar="FOLDER", help=text)
+    add("--job", help=argparse.SUPPRESS)  # of a rank
+    add("--into", type=Path, help=argparse.SUPPRESS)  # where rank 0 puts its part
+    options = parser.parse_args(arguments)
+    if not 0 < options.seconds < math.inf:
+        raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
+    if options.rounds is not None and options.rounds < 2:
+        raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
+    if min(options.nproc) < 1:
+        raise UsageError(f"--nproc must be 1 or more, got {min(options.nproc)}")
+    if "nccl" in options.backend and len(set(options.backend)) > 1:
+        raise UsageError(f"--backend nccl has a table of its own, got {' '.join(options.backend)}")
+    return options
+
+
+def _default_backends() -> list[str]:
+    from ddp_from_scratch import gpu
+
+    if gpu.count():
+        return ["nccl"]
+    mpirun = shutil.which("mpirun") or (Path(sys.executable).parent / "mpirun").exists()
+    return ["gloo", "mpi"] if mpirun and importlib.util.find_spec("mpi4py") else ["gloo"]
+
+
+def _job(options: argparse.Namespace, model: str, nproc: int) -> Job:
+    backends, chosen = list(dict.fromkeys(options.backend)), options.contender
+    return Job(model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds)
+
+
+def report(job: Job, content: Content, results: Path | None) -> Run:
+    """Prints the results of a job, and writes them to the folder `results` if there is one."""
+    samples = [Samples(**sample) for sample in content["samples"]]
+    run = Run(samples, job.way != "alone", content.get("disturbed"))
+    print(f"\n{content['title']}; {described(job.way, run)}\n{table(run)}")
+    print(verdict(run), flush=True)
+    if results is not None:
+        save(job.file_name, content, results)
+    return run
+
+
+def described(way: str, run: Run) -> str:
+    """Describes the way of running and the number of steps."""
+    counts = sorted({len(s.milliseconds) for s in run.samples})
+    steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
+    return f"{WAYS[way][1]}, {steps} each"
+
+
+def _under_launcher(options: argparse.Namespace) -> int:
+    """Runs this rank's part of one table, under torchrun, srun or mpirun."""
+    if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
+        raise UsageError("under a launcher --model and --backend take one, and --way none")
+    job = _job(options, options.model[0], environment.started() or 1)
+    content = measure(job)
+    if content is not None:
+        # Through JSON, like the results that ranks pass to their parent.
+        report(job, json.loads(compact_json(content)), options.results)
+    return 0
+
 
 if __name__ == "__main__":
     run_to_exit(lambda: main(sys.argv[1:]))

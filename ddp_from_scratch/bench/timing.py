@@ -1,17 +1,38 @@
-"""Fair timing: contenders take turns in the same processes, and the slowest rank counts."""
+"""Jobs: starts ranks (interleaved, with memory kept, each alone), which time steps fairly.
 
+Contenders take turns in the same processes, and the slowest rank counts.
+"""
+
+import json
+import os
+import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.utils import get_total_norm
 
-from ddp_from_scratch import gpu
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, Contender
-from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch import gpu, node  # noqa: F401  # node registers its backend
+from ddp_from_scratch.bench.contenders import (
+    NO_COMMUNICATION,
+    OPTIMIZERS,
+    Contender,
+    ContenderSpec,
+    contenders,
+    rows,
+)
+from ddp_from_scratch.bench.results import Samples, content_of, disturbance
+from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.errors import needs_extra
+from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.sync.check_sync import check_sync
+from ddp_from_scratch.world import process_group
 
 with needs_extra("train"):
     from tqdm import tqdm
@@ -19,34 +40,186 @@ with needs_extra("train"):
 FEWEST_ROUNDS = 5  # even if the time is over before
 WARM_UP = 3  # rounds that are not counted
 
+# Makes glibc keep freed memory for later allocations. It ignores a first value above 32 MB.
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 
-def warm_up(contenders: Sequence[Contender]) -> None:
+_LEAST_S = 2.0  # for each contender that runs alone
+
+Content = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one group of ranks measures."""
+
+    model: str  # see `workload`
+    backends: Sequence[str]  # of the table
+    nproc: int
+    optimizer: str = "sgd"
+    chosen: Sequence[str] | None = None  # beside the references; None means the default ones
+    seconds: float = 15.0
+    rounds: int | None = None  # steps of each contender; replaces `seconds`
+    only: str | None = None  # the only row to measure
+    way: str = "interleaved"
+    own: str = ""  # the ranks' own backend; "" prefers mpi, whose ranks can open other groups, too
+
+    @property
+    def rows(self) -> list[ContenderSpec]:
+        found = rows(self.backends, self.optimizer, self.chosen)
+        return [spec for spec in found if self.only in (None, spec.name)]
+
+    @property
+    def backend(self) -> str:
+        return self.own or next((b for b in ("mpi", "nccl") if b in self.backends), "gloo")
+
+    @property
+    def file_name(self) -> str:
+        model = "-".join(Path(self.model).name.replace(".py:", "-").split())
+        parts = [f"step_time-{model}-{'+'.join(self.backends)}-{self.nproc}"]
+        parts += [self.optimizer] if self.optimizer != "sgd" else []
+        return "-".join([*parts, *([self.way] if self.way != "interleaved" else [])])
+
+    def title(self, of: Workload) -> str:
+        optimizer = f"fused {OPTIMIZERS[self.optimizer].name} in rows with torch's optimizer"
+        return f"{of.name}; {' and '.join(self.backends)}, {self.nproc} ranks; {optimizer}"
+
+
+def measure(job: Job) -> dict[str, Any] | None:
+    """Times the contenders on this rank. Returns the file's content on rank 0."""
+    # More threads would take the other ranks' cores.
+    torch.set_num_threads(1)
+    of = workload(job.model)
+    with process_group(job.backend) as world:
+        # Sorted, since making a group is collective and needs the same order on all ranks.
+        others = sorted({spec.group for spec in job.rows if spec.group} - {world.backend})
+        groups: dict[str, Any] = {backend: dist.new_group(backend=backend) for backend in others}
+        # Batches differ between ranks, as in training; `contenders` seeds the models.
+        torch.manual_seed(world.rank)
+        compared = contenders(of, world.device, job.rows, groups, OPTIMIZERS[job.optimizer])
+        warm_up(compared)
+        # Times mean nothing if contenders do not compute the same.
+        check_equal(compared)
+        rounds = rounds_for(job.seconds, job.rounds, world.device, job.title(of))
+        samples = interleave(compared, rounds, world.device)
+        check_ranks(compared)
+        if world.rank != 0:
+            return None
+        content = content_of(
+            job.title(of),
+            [asdict(s) for s in samples],
+            benchmark="step_time",
+            model=job.model,
+            backend=" ".join(job.backends),
+            nproc=world.world_size,
+            optimizer=job.optimizer,
+            way=job.way,
+        )
+        if world.device.type == "cpu" and world.world_size == world.local_world_size:
+            alone = next((s for s in samples if s.name == NO_COMMUNICATION), None)
+            cores = len(os.sched_getaffinity(0))
+            content["disturbed"] = disturbance(alone, world.world_size, cores)
+        return content
+
+
+def default_ranks() -> int:
+    """Returns two, or one on a machine with a single GPU."""
+    return min(2, gpu.count() or 2)
+
+
+def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
+    """Runs `python -m module` on every rank; returns the exit code of the first that failed.
+
+    Its last options are the backend and the number of ranks, which override others.
+    """
+    rank = [sys.executable, "-m", module, *map(str, arguments)]
+    rank += ["--backend", backend, "--nproc", str(nproc)]
+    if backend == "mpi":
+        return start_mpirun(nproc, rank)
+    return start_ranks(rank, (nproc,))
+
+
+def interleaved(job: Job) -> Content:
+    """Runs all contenders in the same processes, in turn; exits with the code of a failed rank."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        part = Path(folder) / "part.json"
+        options = ("--job", json.dumps(asdict(job)), "--into", part)
+        code = start("ddp_from_scratch.bench", job.backend, job.nproc, *options)
+        if code:
+            raise SystemExit(code)
+        content: Content = json.loads(part.read_text())
+        return content
+
+
+def kept(job: Job) -> Content:
+    """Runs `interleaved` with a glibc that keeps freed memory, so no page is mapped twice."""
+    os.environ.update(KEPT)  # the ranks inherit it
+    try:
+        return interleaved(job)
+    finally:
+        for name in KEPT:
+            del os.environ[name]
+
+
+def alone(job: Job) -> Content:
+    """Runs each contender in its own processes, one after another.
+
+    A lone model takes new memory for its gradients from the system in every step. Contenders that
+    take turns reuse each other's, which hides that cost.
+    """
+    specs = job.rows
+    seconds = max(_LEAST_S, job.seconds / len(specs))
+    contents = []
+    for spec in specs:
+        # Contenders on gloo and node groups run without MPI.
+        alone_on = "nccl" if "nccl" in job.backends else "gloo"
+        own = "mpi" if spec.group == "mpi" else alone_on
+        contents.append(interleaved(replace(job, only=spec.name, seconds=seconds, own=own)))
+    # All have the same title and description of the machine.
+    merged = contents[0]
+    for other in contents[1:]:
+        merged["samples"] += other["samples"]
+        merged["disturbed"] = merged.get("disturbed") or other.get("disturbed")
+    return merged
+
+
+# How to run a job, and what the table calls it.
+WAYS: Mapping[str, tuple[Callable[[Job], Content], str]] = {
+    "interleaved": (interleaved, "taking turns"),
+    "kept": (kept, "taking turns, freed memory kept"),
+    "alone": (alone, "each in processes of its own"),
+}
+
+
+# Steps ------------------------------------------------------------------------------------------
+
+
+def warm_up(compared: Sequence[Contender]) -> None:
     """Runs `WARM_UP` rounds, in which buckets are rebuilt once and allocators settle."""
     for turn in range(WARM_UP):
-        for contender in contenders:
+        for contender in compared:
             _seed(turn)
             contender.step()
 
 
 def interleave(
-    contenders: Sequence[Contender], rounds: Iterable[int], device: torch.device
+    compared: Sequence[Contender], rounds: Iterable[int], device: torch.device
 ) -> list[Samples]:
     """Times one step of each contender in every round, in a new random order each round.
 
     Call `warm_up` before. `rounds` may look at the clock, but must be as many on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
-    times: list[list[float]] = [[] for _ in contenders]
-    cpu_times: list[list[float]] = [[] for _ in contenders]
+    times: list[list[float]] = [[] for _ in compared]
+    cpu_times: list[list[float]] = [[] for _ in compared]
     # Times stay on their rank until the end, since sending them would disturb the next step.
     for turn in rounds:
-        for index in order.permutation(len(contenders)):
+        for index in order.permutation(len(compared)):
             _seed(WARM_UP + turn)
             dist.barrier()  # all ranks begin together
             gpu.synchronize(device)
             began, cpu_began = time.perf_counter(), time.process_time()
             # No barrier after the step, which would add the wait for other ranks.
-            contenders[index].step()
+            compared[index].step()
             cpu_ended = time.process_time()  # before the wait for a GPU, which spins
             gpu.synchronize(device)
             times[index].append(1e3 * (time.perf_counter() - began))
@@ -56,7 +229,7 @@ def interleave(
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [
         Samples(c.name, milliseconds, cpu)
-        for c, milliseconds, cpu in zip(contenders, *slowest.tolist(), strict=True)
+        for c, milliseconds, cpu in zip(compared, *slowest.tolist(), strict=True)
     ]
 
 
@@ -66,11 +239,12 @@ def _seed(turn: int) -> None:
 
 
 def rounds_for(
-    seconds: float | None, count: int | None, device: torch.device, title: str
+    seconds: float, count: int | None, device: torch.device, title: str
 ) -> Iterator[int]:
     """Yields `count` rounds, or as many as rank 0's clock allows from the first round on."""
+    limit = count or seconds
     bar = tqdm(
-        total=count or round(seconds or 0.0),
+        total=round(limit),
         desc=title,
         unit="round" if count else "s",
         disable=dist.get_rank() != 0 or None,  # None: not on a terminal, either
@@ -78,35 +252,34 @@ def rounds_for(
     )
     began, turn = time.perf_counter(), 0
     while True:
-        passed = time.perf_counter() - began
+        done = turn if count else time.perf_counter() - began
+        bar.update(min(round(done), round(limit)) - bar.n)
         # Rank 0 decides for all, since a rank that continued alone would hang.
-        over = torch.tensor([turn >= count if count else passed >= (seconds or 0.0)], device=device)
+        over = torch.tensor([done >= limit], device=device)
         dist.broadcast(over, 0)
         if over.item() and turn >= (count or FEWEST_ROUNDS):
             break
         yield turn
         turn += 1
-        done = turn if count else min(round(time.perf_counter() - began), round(seconds or 0.0))
-        bar.update(done - bar.n)
     bar.close()
 
 
-def check_ranks(contenders: Sequence[Contender]) -> None:
+def check_ranks(compared: Sequence[Contender]) -> None:
     """Raises a RuntimeError unless each contender's parameters are bit-identical over ranks."""
-    for contender in contenders:
+    for contender in compared:
         if contender.name != NO_COMMUNICATION:
             check_sync(contender.model)
 
 
-def check_equal(contenders: Sequence[Contender], tolerance: float = 0.01) -> None:
+def check_equal(compared: Sequence[Contender], tolerance: float = 0.01) -> None:
     """Raises a RuntimeError if contenders computed different results, so times do not compare.
 
     Parameters must be bit-identical over ranks. Contenders sum in other orders, so theirs may
     differ by `tolerance` times the distance that training moved them. Call it after few steps: some
     kernels of a GPU round differently in each run, and training amplifies that.
     """
-    check_ranks(contenders)
-    first, *others = (c for c in contenders if c.name != NO_COMMUNICATION)
+    check_ranks(compared)
+    first, *others = (c for c in compared if c.name != NO_COMMUNICATION)
     for other in others:
         models = (other.model.parameters(), first.model.parameters())
         check_distance((other.name, first.name), *models, other.start, tolerance)
@@ -122,14 +295,12 @@ def check_distance(
 ) -> None:
     """Raises a RuntimeError if two models differ by more than `tolerance` of their training."""
     others = list(others)
-    moved, apart = _distance(others, start), _distance(some, others)
+    moved, apart = (
+        float(get_total_norm([a - b for a, b in zip(*pair, strict=True)]))
+        for pair in ((others, start), (some, others))
+    )
     if not (moved > 0 and apart <= tolerance * moved):  # negated to catch NaN
         raise RuntimeError(
             f"{names[0]} and {names[1]} have trained to a different model, {apart:.2g} apart where "
             f"training moved it by {moved:.2g}: they cannot be compared"
         )
-
-
-def _distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
-    squares = [(a - b).double().square().sum() for a, b in zip(some, others, strict=True)]
-    return float(torch.stack(squares).sum().sqrt())

@@ -4,6 +4,7 @@ import runpy
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +99,11 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
-            )
-            for _ in range(depth)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
         )
-        self.norm = nn.LayerNorm(width)
+        norm = nn.LayerNorm(width)
+        self.blocks = nn.TransformerEncoder(layer, depth, norm, enable_nested_tensor=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
@@ -114,9 +113,7 @@ class Transformer(nn.Module):
         length = tokens.shape[1]
         later = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         hidden = self.tokens(tokens) + self.positions.weight[:length]
-        for block in self.blocks:
-            hidden = block(hidden, later, is_causal=True)
-        logits: torch.Tensor = self.head(self.norm(hidden))
+        logits: torch.Tensor = self.head(self.blocks(hidden, later, is_causal=True))
         return logits.flatten(0, 1)
 
 
@@ -128,10 +125,8 @@ class _Residual(nn.Linear):
 
 
 def _mlp() -> nn.Module:
-    layers: list[nn.Module] = []
-    for _ in range(16):
-        layers += [nn.Linear(1024, 1024), nn.ReLU()]
-    return nn.Sequential(*layers)
+    pairs = ((nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16))
+    return nn.Sequential(*chain.from_iterable(pairs))
 
 
 def _images(count: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,7 +6,6 @@ import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from importlib import metadata
 from pathlib import Path
 from types import FrameType
@@ -95,7 +94,6 @@ def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> 
                 raise error(f"{text}: it must be the same on all ranks")
 
 
-@cache
 def versions() -> dict[str, str]:
     """Returns the versions of the code that this rank runs."""
     # Another torch may round or communicate differently.
@@ -129,14 +127,13 @@ class StopSignal:
     """Makes all ranks act on SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the same step.
 
     A signal may reach each rank at another step, so all ranks exchange a flag in every step: `ask`
-    starts the exchange, and `answer` ends it after the step. Two other numbers travel along.
+    starts the exchange, and `answer` ends it after the step. Two other facts travel along.
     Inside the `with` block a second signal ends the process at once.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._received = 0
-        self._flags = torch.zeros(3, dtype=torch.int64)  # the signal's number and `also`
         self._handle: dist.Work | None = None
 
     def __enter__(self) -> "StopSignal":
@@ -161,23 +158,23 @@ class StopSignal:
         signal.signal(number, signal.SIG_DFL)
 
     def drop(self) -> None:
-        # A new tensor: an exchange that a lost rank has aborted may still write to the old one.
-        self._flags, self._handle = torch.zeros_like(self._flags), None
+        """Drops an exchange that a lost rank has aborted."""
+        self._handle = None
 
-    def ask(self, *also: int) -> None:
-        """Starts the exchange of this step; `also` has at most two numbers."""
-        self._flags.zero_()
-        self._flags[: 1 + len(also)] = torch.tensor([self._received, *also])
+    def ask(self, not_finite: int, is_over: bool = False) -> None:
+        """Starts the exchange of this step."""
+        # A new tensor: an aborted exchange may still write to its own.
+        self._flags = torch.tensor([self._received, not_finite, int(is_over)])
         self._handle = dist.all_reduce(
             self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True
         )
 
     def answer(self) -> tuple[int, int, int]:
-        """Waits for the highest signal number of all ranks (0: none) and the highest of `also`."""
+        """Waits for the highest of each over all ranks: signal (0: none), loss, is over."""
         assert self._handle is not None, "answer() without ask()"
         wait(self._handle)
-        number, first, second = self._flags.tolist()
-        return number, first, second
+        number, not_finite, is_over = self._flags.tolist()
+        return number, not_finite, is_over
 
 
 # An event as one number: MAX selects the earliest step, then the lowest rank; 0 means none.
@@ -204,7 +201,7 @@ class LossWatch:
         self._first = torch.zeros((), dtype=torch.int64, device=device)
         # On a GPU, a copy on the host, which lags by as many steps as the host runs ahead. Pinned
         # memory makes the copy asynchronous; the event marks its end.
-        self._arrived: torch.Tensor | None = None
+        self._arrived = self._first
         self._event: torch.Event | None = None
         if gpu.is_gpu(device):
             self._arrived = torch.zeros((), dtype=torch.int64, pin_memory=True)
@@ -212,15 +209,15 @@ class LossWatch:
 
     def see(self, loss: torch.Tensor, step: int) -> None:
         here = as_number(step, self._rank) * loss.detach().isfinite().logical_not()
-        self._first = torch.maximum(self._first, here)
+        torch.maximum(self._first, here, out=self._first)
         # One copy at a time: while one is in flight, a later step copies this one's result.
-        if self._arrived is not None and self._event is not None and self._event.query():
+        if self._event is not None and self._event.query():
             self._arrived.copy_(self._first, non_blocking=True)
             self._event.record()
 
     def known(self) -> int:
         """The `as_number` of the first such step if it has arrived, else 0. Does not wait."""
-        return int(self._first if self._arrived is None else self._arrived)
+        return int(self._arrived)
 
     def settled(self) -> int:
         """The `as_number` of the first such step, or 0. Waits for the GPU."""

@@ -1,24 +1,32 @@
-"""Opens datasets: digits that ship with the package, torchvision's datasets, and noise.
+"""Opens datasets, and deals them out to the ranks: shuffled to train on, in exact parts to test on.
 
-No dataset uses random augmentation: image i is always the same tensor, so a resumed run matches an
-uninterrupted one bit for bit.
+No dataset uses random augmentation: image i is always the same tensor. No loader touches the global
+random generators. So a resumed run matches an uninterrupted one bit for bit.
 """
 
+import os
+import signal
 import socket
+import threading
 import zlib
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
+from multiprocessing import forkserver, parent_process
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch import multiprocessing
+from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError, needs_extra, one_line
-from ddp_from_scratch.training.settings import DATASETS
+from ddp_from_scratch.training.settings import DATASETS, Settings
+from ddp_from_scratch.virtual_ranks.tree_reduction import virtual_rank_range
+from ddp_from_scratch.world import World
 
 Sample: TypeAlias = tuple[torch.Tensor, int]
 """One image, float32 of shape (channels, image_size, image_size), and its label."""
@@ -35,6 +43,11 @@ class ImageData:
     channels: int
     image_size: int
     num_classes: int = NUM_CLASSES
+
+    def model_spec(self, name: str) -> dict[str, Any]:
+        """Returns the arguments with which `make_model` makes a model for these images."""
+        shape = {"channels": self.channels, "image_size": self.image_size}
+        return {"name": name, **shape, "num_classes": self.num_classes}
 
     def summary(self) -> str:
         checksum = 0
@@ -156,3 +169,133 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
             f"corrupt there, and pass --download to fetch it again"
         ) from error
     return ImageData(train, test, channels, image_size)
+
+
+# Parts of ranks ---------------------------------------------------------------------------------
+
+
+class StepSampler(Sampler[int]):
+    """As torch's DistributedSampler, which shuffles, but an epoch can start at any step.
+
+    The permutation of a seed and epoch is dealt out like cards, here to 2 ranks in batches of 3:
+
+        position            0           1           2       left over
+        permutation   | a b c d e f | g h i j k l | m n o p q r | s t
+        rank 0          a   c   e     g   i   k     m   o   q
+        rank 1            b   d   f     h   j   l     n   p   r
+
+    So step i of an epoch has the same images on any number of ranks with one global batch size.
+    With `--virtual-ranks` the images are dealt to virtual ranks, and a rank gets the batches of its
+    virtual ranks in turn: in each step `accumulate` of the first, then as many of the next.
+    """
+
+    def __init__(self, size: int, settings: Settings, world: World) -> None:
+        self._size, self._seed = size, settings.seed
+        self._parts = parts = settings.parts(world.world_size)
+        batch_size, accumulate = settings.rank_batch_size(world.world_size), settings.accumulate
+        self._mine, of = [world.rank], "ranks"
+        if settings.virtual_ranks is not None:
+            if parts < world.world_size:
+                raise UsageError(
+                    f"--virtual-ranks must be at least the number of ranks, {world.world_size}, "
+                    f"got {parts}"
+                )
+            mine = virtual_rank_range(parts, world.rank, world.world_size)
+            self._mine, of = list(mine[::-1]), "virtual ranks"
+        batches = size // (parts * batch_size)
+        if batches == 0:
+            raise UsageError(
+                f"the training images must fill one batch of {batch_size} on each of "
+                f"{parts} {of}, got {size} images; use a smaller batch size or fewer {of}"
+            )
+        if batches < accumulate:
+            raise UsageError(
+                f"--accumulate {accumulate} is more than the {batches} batches of an epoch"
+            )
+        # Images that do not fill a batch, or a step, are left out at the end.
+        self.steps_per_epoch = batches // accumulate
+        self.global_batch_size = batch_size * parts * accumulate
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+        self._epoch, self._first_step = epoch, first_step
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        images = torch.randperm(self._size, generator=generator)
+        images = images[: self.steps_per_epoch * self.global_batch_size]
+        dealt = images.view(self.steps_per_epoch, -1, self._parts)
+        return iter(dealt[self._first_step :, :, self._mine].mT.flatten().tolist())
+
+    def __len__(self) -> int:
+        per_step = self.global_batch_size // self._parts * len(self._mine)
+        return (self.steps_per_epoch - self._first_step) * per_step
+
+
+def make_loader(
+    dataset: Dataset[Sample], settings: Settings, world: World, *, train: bool
+) -> DataLoader[Sample]:
+    """Returns the loader of this rank's images; a batch is float32 (N, C, H, W) and int64 (N,).
+
+    To train: shuffled, by `StepSampler`; `len(loader)` counts the batches left in the epoch.
+    To test: every world_size-th image in order, so sums over ranks are exact. A rank may have one
+    less, or none, so it must not communicate in each batch.
+    """
+    size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
+    sampler: Iterable[int] = range(world.rank, size, world.world_size)
+    if train:
+        sampler = StepSampler(size, settings, world)
+    # DataLoader draws a base seed even without workers, so it gets a generator of its own. A worker
+    # seeds torch, numpy and random with base seed + worker id, so the seed depends on the rank.
+    seeds = np.random.SeedSequence((settings.seed, world.rank)).generate_state(1, np.uint64)
+    generator = torch.Generator().manual_seed(int(seeds[0]))
+    workers, context = settings.workers, None
+    if workers:
+        # Not fork, where a child inherits the locks of MPI and CUDA, but not their threads.
+        context = multiprocessing.get_context("forkserver")
+        _start_fork_server(type(dataset).__module__)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        num_workers=workers,
+        pin_memory=gpu.is_gpu(world.device),
+        # The average weighs all ranks equally, so all need the same number of batches of one size.
+        # Padding would count images twice and end on a small batch, where batch norm may fail.
+        drop_last=train,
+        persistent_workers=workers > 0,
+        worker_init_fn=_begin_worker,
+        multiprocessing_context=context,
+        generator=generator,
+    )
+
+
+def _start_fork_server(preload: str) -> None:
+    """Starts the process that imports torch and forks this rank's workers. Idempotent."""
+    forkserver.set_forkserver_preload([preload])
+    # The server must ignore these signals, as it already ignores Ctrl-C. A launcher sends them to
+    # all processes of a rank, which first finishes its step and saves, while workers end with their
+    # server. The server keeps ignoring them; its workers get torch's handler.
+    stops = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in stops}
+    try:
+        forkserver.ensure_running()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _begin_worker(worker_id: int) -> None:
+    """Makes a worker end with its rank, and not before."""
+    # In its own process group: neither Ctrl-C nor a launcher's SIGTERM ends it early.
+    os.setpgrp()
+    # torch watches the parent, which is the fork server, and the server lives as long as its
+    # workers: all of them would outlive a killed rank.
+    rank = parent_process()
+    assert rank is not None
+
+    def end_with_rank() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=end_with_rank, daemon=True).start()

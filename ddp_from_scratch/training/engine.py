@@ -4,21 +4,22 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch import comm_hooks
 from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.membership import Membership, hand_on
 from ddp_from_scratch.optim.flat_optimizer import SGD
+from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import (
     LossWatch,
     of_rank_0,
@@ -26,7 +27,7 @@ from ddp_from_scratch.training.coordination import (
     prepare_process,
     together,
 )
-from ddp_from_scratch.training.loaders import RankData
+from ddp_from_scratch.training.datasets import StepSampler, make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
@@ -35,7 +36,7 @@ from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world import World
 
-T = TypeVar("T")
+_HOOKS = {"bf16": comm_hooks.bf16_compress_hook, "fp16": comm_hooks.fp16_compress_hook}
 
 
 class Engine:
@@ -53,9 +54,10 @@ class Engine:
         self.writes = False
         self.epoch = self.step = self.global_step = 0
         with together(self.group):
-            self.data = RankData(self.images, settings, world)
+            self._deal_images()
+            self.model_spec = self.images.model_spec(settings.model)
             # Built in the same way on every rank, then made equal to rank 0's.
-            self.model = make_model(**self.data.model_spec).to(world.device)
+            self.model = make_model(**self.model_spec).to(world.device)
             if settings.sync_batch_norm:
                 convert_sync_batchnorm(self.model)
                 if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
@@ -77,8 +79,8 @@ class Engine:
         self.images_per_second = 0.0
         if state is not None:
             self._restore(state)
-            # Last, because it sets PowerSGD's state to the restored scaler's scale.
-            self.compression.restore(compressed, self.scaler, self.report)
+            # Last, because it needs the restored scaler's scale.
+            self._restore_power_sgd(compressed)
         if settings.virtual_ranks is not None:
             self.reducer.set_step(self.global_step, settings.seed)
         self.membership.note_state()
@@ -97,8 +99,8 @@ class Engine:
             seed_generators(settings.seed + self.world.rank)
         with together(self.group):
             if self.world.rank == 0:
-                spec, model, report = self.data.model_spec, self.model, self.report
-                state = checkpoint.find_checkpoint(settings, spec, model, report)
+                spec, model = self.model_spec, self.model
+                state = checkpoint.find_checkpoint(settings, spec, model, self.report)
                 # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
                 if state is not None:
                     compressed = state.pop("compression", None)
@@ -106,11 +108,18 @@ class Engine:
         if state is not None:
             changes = settings.changes_since(state["settings"])
             now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}
-            now["global_batch_size"] = self.data.global_batch_size
+            now["global_batch_size"] = self.sampler.global_batch_size
             changes += [f"{k} {state[k]} -> {v}" for k, v in now.items() if state[k] != v]
             if changes:
                 self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
         return state, compressed
+
+    def _deal_images(self) -> None:
+        """Makes the loaders of this rank's images."""
+        self.train = make_loader(self.images.train, self.settings, self.world, train=True)
+        self.test = make_loader(self.images.test, self.settings, self.world, train=False)
+        assert isinstance(self.train.sampler, StepSampler)
+        self.sampler = self.train.sampler
 
     def _open_outputs(self) -> None:
         """Opens the folders for checkpoints and metrics on rank 0, the only rank that writes."""
@@ -136,7 +145,13 @@ class Engine:
             ready_order=None if state is None else state["ready_order"],
             virtual_ranks=settings.virtual_ranks,
         )
-        self.compression = Compression(settings, self.reducer, self.group)
+        self.power_sgd: PowerSGDState | None = None
+        if settings.compress == "powersgd":
+            assert settings.powersgd_rank is not None, "Settings has a default"
+            self.power_sgd = PowerSGDState(settings.powersgd_rank)
+            self.reducer.register_comm_hook(self.power_sgd, power_sgd_hook)
+        elif settings.compress is not None:
+            self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
         self.optimizer = SGD(
             self.model.parameters(),
             lr=settings.lr,
@@ -159,7 +174,7 @@ class Engine:
         # Called in the last backward pass of a step, before the step counts.
         self.metrics.log(
             self.global_step + 1,
-            images_per_second=1e3 * self.data.global_batch_size / max(found.step_ms, 1e-3),
+            images_per_second=1e3 * self.sampler.global_batch_size / max(found.step_ms, 1e-3),
             step_ms=found.step_ms,
             **{f"{phase}_ms": ms for phase, ms in found.others_ms.items()},
             exposed_ms=found.exposed_ms,
@@ -167,18 +182,14 @@ class Engine:
             **(late if found.is_late else {}),
         )
 
-    @property
-    def _position(self) -> int:
-        return self.global_step + self.epoch
-
     def _lose(self, error: Exception) -> None:
         """Leaves the group after the loss of a rank; reraises any other error."""
         if not self.membership.elastic or not is_communication_error(error):
-            self.membership.note_failure(self._position, error)
+            self.membership.note_failure(self.global_step + self.epoch, error)
             raise error
         self.membership.lose(error)
 
-    def _until_met(self, meet: Callable[[], T]) -> T:
+    def _until_met(self, meet: Callable[[], Any]) -> Any:
         while True:
             try:
                 return meet()
@@ -190,11 +201,11 @@ class Engine:
 
         Returns the state of the rank that is ahead; None if all are equal or at the start.
         """
-        meeting = self.membership.meet(self._position)
+        meeting = self.membership.meet(self.global_step + self.epoch)
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
         with together(self.group):
-            self.data = RankData(self.images, self.settings, self.world)
+            self._deal_images()
             if not self.writes:
                 self._open_outputs()
         if meeting.source is None or meeting.same_state:
@@ -213,7 +224,7 @@ class Engine:
         if self.settings.virtual_ranks is None:  # virtual ranks are seeded in each step
             generators = [None] * self.world.world_size
             dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
-        compressed, totals = self.compression.state(), self._totals_of_all()
+        compressed, totals = self._power_sgd_of_all(), self._totals_of_all()
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
         with together(self.group):
             if self.world.rank == 0:
@@ -221,12 +232,12 @@ class Engine:
 
     def _state(self) -> checkpoint.State:
         """Returns the part of a checkpoint that is the same on every rank."""
-        batch, buckets = self.data.global_batch_size, None
+        batch, buckets = self.sampler.global_batch_size, None
         if self.reducer.bucket_cap_mb is not None:  # None while "auto" is still searching
             buckets = {"bucket_cap_mb": self.reducer.bucket_cap_mb, "overlap": self.reducer.overlap}
         return {
             "model": self.model.state_dict(),
-            "model_spec": self.data.model_spec,
+            "model_spec": self.model_spec,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.scaler.state_dict(),
             "ready_order": self.reducer.ready_order,
@@ -246,15 +257,53 @@ class Engine:
         self.optimizer.load_state_dict(state["optimizer"] | groups)
         if state["scaler"]:  # empty if the precision was another
             self.scaler.load_state_dict(state["scaler"])
-        self.epoch = state["epoch"]
+        self.epoch, per_epoch = state["epoch"], self.sampler.steps_per_epoch
         # If the global batch size has changed, images that do not fill a batch count as unseen.
-        self.step = min(state["images"] // self.data.global_batch_size, self.data.steps_per_epoch)
-        self.global_step = self.epoch * self.data.steps_per_epoch + self.step
+        self.step = min(state["images"] // self.sampler.global_batch_size, per_epoch)
+        self.global_step = self.epoch * per_epoch + self.step
         # The saved totals are those of all ranks: restored on one rank, their sum stays right.
         if (self.world.rank == 0 or self.membership.elastic) and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank])
+
+    def _power_sgd_of_all(self) -> checkpoint.State | None:
+        """Gathers all ranks' state of PowerSGD on rank 0; None elsewhere. Collective."""
+        if self.power_sgd is None:
+            return None
+        # Each rank's errors are needed: the bits of a resumed run depend on them.
+        state = self.power_sgd.state_dict(self.model)
+        mine = {name: error.cpu() for name, error in state["errors"].items()}
+        first = self.world.rank == 0
+        everyone: list[Any] | None = [None] * self.world.world_size if first else None
+        dist.gather_object(mine, everyone, group_dst=0, group=self.group)
+        shared = {"errors": everyone, "loss_scale": self.scaler.get_scale()}
+        return state | shared if first else None
+
+    def _restore_power_sgd(self, saved: checkpoint.State | None) -> None:
+        """Continues from `saved`, which only rank 0 has; warns if it cannot. Collective."""
+        if self.power_sgd is None:
+            if saved is not None:
+                self.report.warning("what PowerSGD left out of earlier averages is dropped")
+            return
+        of_each: list[Any] = [None] * self.world.world_size
+        if saved is not None:
+            errors = saved["errors"]
+            if len(errors) != len(of_each):
+                # Averages depend only on the mean.
+                self.report.warning(
+                    "every rank begins with the mean of what PowerSGD left out on the "
+                    f"{len(errors)} ranks before"
+                )
+                mean = {n: torch.stack([e[n] for e in errors]).mean(0) for n in errors[0]}
+                errors = [mean] * len(of_each)
+            of_each = [saved | {"errors": of_one} for of_one in errors]
+        # Each rank gets only its own errors: all of them are as large as all ranks' gradients.
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, of_each, 0, self.group)
+        if mine[0] is not None:
+            self.power_sgd.load_state_dict(self.model, mine[0])
+            self.power_sgd.rescale(self.scaler.get_scale() / mine[0]["loss_scale"])
 
     def _totals_of_all(self) -> torch.Tensor:
         """Returns the sum of all ranks' totals. Collective."""

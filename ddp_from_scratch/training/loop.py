@@ -1,26 +1,43 @@
-"""Trains a classifier: `backward()` in `Trainer._step` makes gradients ready."""
+"""Trains a classifier: `backward()` in `Trainer._step` makes gradients ready. Tests one, too."""
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.layout import AUTO
-from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError, one_line
 from ddp_from_scratch.group import of_member
+from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.training.coordination import StopSignal, place_of
+from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.coordination import (
+    StopSignal,
+    of_rank_0,
+    open_dataset,
+    place_of,
+    prepare_process,
+    together,
+)
+from ddp_from_scratch.training.datasets import make_loader
 from ddp_from_scratch.training.engine import Engine
-from ddp_from_scratch.training.evaluate import DTYPES, accuracy
+from ddp_from_scratch.training.models import make_model
+from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.watch.render import as_text
 from ddp_from_scratch.watch.timeline import TOO_FEW
+from ddp_from_scratch.world import World
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer(Engine):
@@ -32,7 +49,7 @@ class Trainer(Engine):
         with self.lock, StopSignal(self.group) as stop:
             while True:
                 try:
-                    number, test_accuracy = self._train(stop)
+                    number = self._train(stop)
                     break
                 except Exception as error:  # noqa: BLE001  # raised again where it ends the run
                     left = time.monotonic()
@@ -53,7 +70,7 @@ class Trainer(Engine):
         self.metrics.close()
         self.report.line(
             f"{settings.backend}, {self.world.world_size} ranks, global batch "
-            f"{self.data.global_batch_size}, {settings.model}, {seconds:.1f} s"
+            f"{self.sampler.global_batch_size}, {settings.model}, {seconds:.1f} s"
         )
         if settings.bucket_cap_mb == AUTO:
             cap, found = self.reducer.bucket_cap_mb, "not settled in "
@@ -68,12 +85,12 @@ class Trainer(Engine):
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:
             self.report.line(f"metrics {settings.log_dir}")
-        self.report.result(f"{settings.dataset} test accuracy {test_accuracy:.4f}")
+        self.report.result(f"{settings.dataset} test accuracy {self.test_accuracy:.4f}")
         return 0
 
-    def _train(self, stop: StopSignal) -> tuple[int, float]:
-        """Trains to the end; returns the signal that stopped the run (or 0) and the accuracy."""
-        number, test_accuracy = 0, None
+    def _train(self, stop: StopSignal) -> int:
+        """Trains to the end; returns the signal that stopped the run, or 0."""
+        number, self.test_accuracy = 0, math.nan
         if self.membership.changed and self.epoch and not self.step:
             # A rank may have been lost while the last checkpoint was written.
             self._save()
@@ -83,22 +100,21 @@ class Trainer(Engine):
             stop.ask(self.losses.settled())
             self._answer(stop)
             if not number:
-                test_accuracy = self._end_epoch()
+                self._end_epoch()
         self._print_timeline()
         if number:
             self._save()
             saved = "nothing was saved (no --checkpoint-dir)"
             if self.saved_as is not None:
                 saved = f"saved {self.saved_as}: --resume auto continues"
-            place = f"epoch {self.epoch + 1}, step {self.step}/{self.data.steps_per_epoch}"
+            place = f"epoch {self.epoch + 1}, step {self.step}/{self.sampler.steps_per_epoch}"
             self.report.result(f"stopped in {place}; {saved}")
             self.metrics.close()
             # No rank may exit before rank 0 has saved: the launcher may then end the others.
             dist.barrier(group=self.group)
-            return number, math.nan
-        if test_accuracy is None:  # resumed after the last epoch
-            test_accuracy = self._evaluate()
-        return 0, test_accuracy
+        elif math.isnan(self.test_accuracy):  # resumed after the last epoch
+            self._evaluate()
+        return number
 
     def _print_timeline(self) -> None:
         if self.timeline is None:
@@ -116,11 +132,11 @@ class Trainer(Engine):
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the end of the epoch; returns the signal that stopped it, or 0."""
         self.model.train()
-        self.data.sampler.set_epoch(self.epoch, self.step * self.settings.accumulate)
+        self.sampler.set_epoch(self.epoch, self.step)
         first, began = self.step, time.monotonic()
-        batches = iter(self.data.train)
+        batches = iter(self.train)
         title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
-        for _ in self.report.progress(range(first, self.data.steps_per_epoch), title):
+        for _ in self.report.progress(range(first, self.sampler.steps_per_epoch), title):
             # Overlaps with the step, so it has the losses of earlier steps only.
             stop.ask(self.losses.known(), self.membership.is_over)
             self._step(batches)
@@ -138,13 +154,13 @@ class Trainer(Engine):
             if number := self._answer(stop):
                 return number
         gpu.synchronize(self.world.device)
-        images = (self.step - first) * self.data.global_batch_size
+        images = (self.step - first) * self.sampler.global_batch_size
         self.images_per_second = images / (time.monotonic() - began)
         return 0
 
     def _step(self, batches: Iterator[Any]) -> None:
         settings = self.settings
-        per_epoch, world_size = self.data.steps_per_epoch, self.world.world_size
+        per_epoch, world_size = self.sampler.steps_per_epoch, self.world.world_size
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate(self.global_step, per_epoch, world_size)
         self.optimizer.zero_grad()
@@ -164,16 +180,18 @@ class Trainer(Engine):
         # Nothing communicates from here on, so a step that a lost rank aborts changes nothing.
         self.totals += totals
         self.scaler.step(self.optimizer)
-        # After the update: the next gradients have the new scale.
+        before = self.scaler.get_scale() if self.power_sgd is not None else 1.0
         self.scaler.update()
-        self.compression.follow(self.scaler)
+        if self.power_sgd is not None and (scale := self.scaler.get_scale()) != before:
+            # The next gradients have the new scale. The factor is a power of two, so it is exact.
+            self.power_sgd.rescale(scale / before)
         self.step += 1
         self.global_step += 1
 
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
         """Runs `accumulate` batches of this rank, or of one virtual rank; returns their count."""
         settings, device = self.settings, self.world.device
-        dtype = DTYPES[settings.precision]
+        dtype = _DTYPES[settings.precision]
         totals = torch.zeros_like(self.totals)
         for remaining in reversed(range(settings.accumulate)):
             images, labels = (t.to(device, non_blocking=True) for t in next(batches))
@@ -193,7 +211,7 @@ class Trainer(Engine):
         number, not_finite, is_over = stop.answer()
         if not_finite and not self.reported_loss:
             self.reported_loss = True
-            place = place_of(not_finite, self.data.steps_per_epoch)
+            place = place_of(not_finite, self.sampler.steps_per_epoch)
             if self.settings.stop_on_nan:
                 self.metrics.close()
                 # All ranks raise in the same step, so only rank 0 reports.
@@ -209,13 +227,13 @@ class Trainer(Engine):
             raise CommunicationError("ranks were lost, or others want to join")
         return number
 
-    def _end_epoch(self) -> float:
+    def _end_epoch(self) -> None:
         loss, correct, count = self._totals_of_all().tolist()
         loss, train_accuracy = loss / count, correct / count
-        test_accuracy = self._evaluate()
+        self._evaluate()
         self.report.line(
             f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {loss:.4f}  "
-            f"train {train_accuracy:.2%}  test {test_accuracy:.2%}  "
+            f"train {train_accuracy:.2%}  test {self.test_accuracy:.2%}  "
             f"{self.images_per_second:,.0f} images/s"
         )
         self.metrics.log(
@@ -223,7 +241,7 @@ class Trainer(Engine):
             epoch=self.epoch + 1,
             loss=loss,
             train_accuracy=train_accuracy,
-            test_accuracy=test_accuracy,
+            test_accuracy=self.test_accuracy,
             images_per_second=self.images_per_second,
             lr=self.optimizer.param_groups[0]["lr"],
         )
@@ -235,10 +253,10 @@ class Trainer(Engine):
         self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
         self._save()
-        return test_accuracy
 
-    def _evaluate(self) -> float:
-        return accuracy(self.model, self.data.test, self.world, self.settings.precision)
+    def _evaluate(self) -> None:
+        precision = self.settings.precision
+        self.test_accuracy = accuracy(self.model, self.test, self.world, precision)
 
 
 @torch.no_grad()
@@ -249,3 +267,63 @@ def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> t
     # Multiples of 2**-20 add up exactly, up to 2**33, whichever rank has which virtual ranks.
     total = (loss.double() * len(labels) * 2**20).round() / 2**20
     return torch.stack([total, correct.double(), count.double()])
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
+    """Returns the share of correct predictions over all ranks' images. Collective."""
+    model.eval()  # and stays so
+    # One all-reduce at the end, because ranks may have different numbers of batches.
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    for images, labels in loader:
+        labels = labels.to(world.device, non_blocking=True)
+        with torch.autocast(world.device.type, _DTYPES[precision], precision != "fp32"):
+            outputs = model(images.to(world.device, non_blocking=True))
+        totals[0] += (outputs.argmax(1) == labels).sum()
+        totals[1] += len(labels)
+    wait(of_member(dist.all_reduce(totals, async_op=True)))
+    correct, count = totals.tolist()
+    return float(correct / count)
+
+
+def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
+    """Loads a checkpoint's model on every rank; also returns its other contents. Collective."""
+    state = None
+    with together(group):
+        if world.rank == 0:
+            state = checkpoint.load(path)
+            try:
+                # Allocate nothing: a size in the file could ask for any amount.
+                with torch.device("meta"):
+                    checkpoint.check_fit(state, make_model(**state["model_spec"]))
+            except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+                name = state["model_spec"]["name"]
+                raise UsageError(
+                    f"{path} does not fit its own model {name}: {one_line(error)}"
+                ) from error
+    state = of_rank_0(state, group)
+    with together(group):
+        model = make_model(**state["model_spec"])
+        model.load_state_dict(state["model"])
+    model.to(world.device)
+    broadcast_parameters(model)
+    return model, state
+
+
+def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
+    """Prints a saved model's test accuracy, by default on the dataset of its training."""
+    asked = {"the command": "test", "--dataset": dataset or "not given"}
+    group = prepare_process(settings, world, asked)
+    model, state = load_model(path, world, group)
+    name = dataset or state["settings"]["dataset"]
+    data = open_dataset(name, settings, world, group)
+    with together(group):
+        for what in ("channels", "image_size", "num_classes"):
+            if getattr(data, what) != state["model_spec"][what]:
+                raise UsageError(
+                    f"{path} was trained on {state['settings']['dataset']} with {what} "
+                    f"{state['model_spec'][what]}, but {name} has {getattr(data, what)}"
+                )
+        loader = make_loader(data.test, settings, world, train=False)
+    share = accuracy(model, loader, world, settings.precision)
+    Report(speaks=world.rank == 0, quiet=settings.quiet).result(f"{name} test accuracy {share:.4f}")

@@ -15,17 +15,91 @@ Examples:
 
 # Imports torch only in a process that trains, not for --help or in the parent of the ranks.
 
+import argparse
+import difflib
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from pathlib import Path
 
 from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
-from ddp_from_scratch.training.cli import parse
-from ddp_from_scratch.training.settings import MAX_RESTARTS, Command, Settings, option_of
+from ddp_from_scratch.training.settings import GROUPS, MAX_RESTARTS, Command, Settings, option_of
 
 _TRAINER = "ddp_from_scratch.training.loop"
+# Settings that `test` uses. It rejects all others.
+_OF_TEST = {
+    *("backend", "dataset", "data_dir", "download", "batch_size", "precision", "workers"),
+    *("threads", "timeout", "deterministic", "quiet"),
+}
+
+
+def make_parser(program: Sequence[str] = ("run.py",)) -> argparse.ArgumentParser:
+    """Makes the parser from the fields of `Command` and `Settings`."""
+    about, _, examples = str(__doc__).partition("\n\n")
+    name = Path(program[0]).name
+    if name == "-m":
+        examples = examples.replace("run.py", " ".join(program))
+        name = f"python {' '.join(program)}"
+    parser = argparse.ArgumentParser(
+        prog=name,
+        description=about,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        # Options that were not given are absent, so one that repeats its default counts as given.
+        argument_default=argparse.SUPPRESS,
+        exit_on_error=False,
+    )
+    # With `choices` argparse would complain about the value of an unknown option.
+    parser.add_argument(
+        "command", nargs="?", default="train", metavar="train|test", help="default: train"
+    )
+    groups = {title: parser.add_argument_group(title) for title in GROUPS}
+    batch = groups["training"].add_mutually_exclusive_group()
+    for one in (*fields(Command), *fields(Settings)):
+        if not one.metadata:  # a field of `Command` that is no option
+            continue
+        text, how = one.metadata["help"], one.metadata["how"]
+        if isinstance(one.default, bool) and not how:
+            how = {"action": "store_false" if one.default else "store_true", "dest": one.name}
+        elif one.default is not None:
+            text += f" (default: {one.default})"
+        group = batch if one.name.endswith("batch_size") else groups[one.metadata["group"]]
+        group.add_argument(option_of(one.name), help=text, **how)
+    return parser
+
+
+def parse(
+    arguments: Sequence[str], program: Sequence[str] = ("run.py",)
+) -> tuple[Settings, Command]:
+    """Parses a command line; a UsageError for options that are wrong or do not go together."""
+    parser = make_parser(program)
+    try:
+        found, unknown = parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(f"{error}; see --help") from error
+    if unknown:
+        name, known = unknown[0].partition("=")[0], list(parser._option_string_actions)
+        like = [option for option in known if option.startswith(name)]
+        like += difflib.get_close_matches(name, known, 1, 0.7)
+        advice = f"did you mean {like[0]}? Otherwise " if like else ""
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}; {advice}see --help")
+    of_command, of_settings = (
+        {one.name: getattr(found, one.name) for one in fields(kind) if hasattr(found, one.name)}
+        for kind in (Command, Settings)
+    )
+    command = Command(**of_command)
+    if command.command == "test":
+        for name in of_settings:
+            if name not in _OF_TEST:
+                raise UsageError(f"{option_of(name)} has no meaning for test")
+        if command.checkpoint is None:
+            raise UsageError("test needs --checkpoint FILE, the model to evaluate")
+    elif command.checkpoint is not None:
+        raise UsageError("--checkpoint belongs to test; to continue a run: --resume FILE")
+    return Settings(**of_settings), command
 
 
 def main(program: Sequence[str], arguments: Sequence[str]) -> int:
@@ -33,7 +107,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
 
     `program` is what follows `python`: a file, or -m and a module. It also starts the ranks.
     """
-    settings, options = parse(arguments, str(__doc__), program)
+    settings, options = parse(arguments, program)
     with needs_extra("train"):
         import tqdm  # noqa: F401  # before any rank starts: each would report that it is missing
     if settings.elastic and settings.virtual_ranks is None:
@@ -60,8 +134,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                     f"started this process already: leave it out"
                 )
 
-    from ddp_from_scratch.training.evaluate import test
-    from ddp_from_scratch.training.loop import Trainer
+    from ddp_from_scratch.training.loop import Trainer, test
     from ddp_from_scratch.world import process_group
 
     with process_group(settings.backend, timeout=settings.timeout) as world:

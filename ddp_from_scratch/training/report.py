@@ -5,16 +5,13 @@ import math
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
 from tqdm import tqdm
 
 from ddp_from_scratch.errors import UsageError, needs_extra
 from ddp_from_scratch.launch.rank_process import write_line
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard.writer import SummaryWriter
 
 
 class Report:
@@ -26,10 +23,6 @@ class Report:
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
         self.colours = terminal and "NO_COLOR" not in os.environ
 
-    @property
-    def _verbose(self) -> bool:
-        return self.speaks and not self._quiet
-
     def progress(self, steps: range, title: str) -> Iterable[int]:
         return tqdm(
             steps,
@@ -39,12 +32,12 @@ class Report:
             unit="step",
             leave=False,
             # On standard error: the output can be piped, and under mpirun it is a terminal, too.
-            disable=not (self._verbose and sys.stderr.isatty()),
+            disable=not self.speaks or self._quiet or not sys.stderr.isatty(),
             dynamic_ncols=True,
         )
 
     def line(self, text: str) -> None:
-        if self._verbose:
+        if self.speaks and not self._quiet:
             # Hides the bar meanwhile.
             with tqdm.external_write_mode(file=sys.stdout):
                 write_line(text, sys.stdout)
@@ -69,8 +62,8 @@ class MetricsWriter:
     """
 
     def __init__(self, log_dir: Path | None) -> None:
-        self._lines: TextIO | None = None
-        self._events: SummaryWriter | None = None
+        self._files = ExitStack()
+        self._is_open = log_dir is not None
         if log_dir is None:
             return
         # Imported here because it takes two seconds, and most ranks do not need it.
@@ -79,10 +72,11 @@ class MetricsWriter:
         log_dir = log_dir.expanduser()
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
-            self._lines = (log_dir / METRICS_FILE).open("a", encoding="utf-8")
-            self._events = writer.SummaryWriter(os.fspath(log_dir))
+            lines = (log_dir / METRICS_FILE).open("a", encoding="utf-8")
+            self._lines = self._files.enter_context(lines)
+            self._events = self._files.enter_context(writer.SummaryWriter(os.fspath(log_dir)))
         except OSError as error:
-            self.close()
+            self._files.close()
             raise UsageError(
                 f"cannot write metrics to {log_dir}: {error.strerror}; give --log-dir a folder "
                 "that can be written"
@@ -90,7 +84,7 @@ class MetricsWriter:
 
     def log(self, step: int, **values: float) -> None:
         """Logs values at a step of the whole run. Values that are not finite become null."""
-        if self._lines is None or self._events is None:
+        if not self._is_open:
             return
         # JSON has only finite numbers.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -104,9 +98,5 @@ class MetricsWriter:
             raise UsageError(f"cannot write metrics to {name}: {error.strerror}") from error
 
     def close(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
-        if self._events is not None:
-            self._events.close()
-            self._events = None
+        self._is_open = False  # an elastic run may go on after it was stopped
+        self._files.close()

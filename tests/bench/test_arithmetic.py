@@ -5,8 +5,7 @@ import torch
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
-from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.verdict import Run, verdict
+from ddp_from_scratch.bench.results import Run, Samples, verdict
 from ddp_from_scratch.bench.workloads import workload
 
 VIEWS = "torch DDP on gloo, views"

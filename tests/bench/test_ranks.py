@@ -20,7 +20,7 @@ def train_all(world, optimizer):
     others = {spec.group for spec in specs if spec.group} - {world.backend}
     groups = {name: torch.distributed.new_group(backend=name) for name in sorted(others)}
     compared = c.contenders(TINY, world.device, specs, groups, c.OPTIMIZERS[optimizer])
-    rounds = timing.rounds_for(None, 2, world.device, "")
+    rounds = timing.rounds_for(0.0, 2, world.device, "")
     timing.warm_up(compared)
     timing.check_equal(compared)
     samples = timing.interleave(compared, rounds, world.device)

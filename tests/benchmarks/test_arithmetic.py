@@ -9,7 +9,7 @@ import pytest
 from benchmarks import compare, overlap
 from benchmarks.harness.network import Result, check_crossed, limit_ms
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
-from ddp_from_scratch.bench.samples import Samples
+from ddp_from_scratch.bench.results import Samples
 
 NOISE = np.random.default_rng(3)
 

@@ -42,7 +42,7 @@ def test_runs(name, tmp_path, monkeypatch, capsys):
         forked.run(command[1:], sum(counts), tmp_path)
         return 0
 
-    monkeypatch.setattr("ddp_from_scratch.bench.ways.start_ranks", forked_ranks)
+    monkeypatch.setattr("ddp_from_scratch.bench.timing.start_ranks", forked_ranks)
     monkeypatch.setattr(rank_process, "run_to_exit", lambda main: codes.append(main()))
     for variable, value in MPIRUN.items():
         monkeypatch.setenv(variable, value)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_from_scratch.bench.samples import Samples
-from ddp_from_scratch.bench.verdict import Run
+from ddp_from_scratch.bench.results import Run, Samples
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = "torch DDP on node, views|Reducer on gloo, views|ddp.SGD on gloo|" + (

@@ -144,8 +144,8 @@ FAILURES = {"raise_in_backward": raise_in_backward, "kill": kill}
 
 def main(failure: str, arguments: list[str]) -> int:
     from ddp_from_scratch import process_group
-    from ddp_from_scratch.training.cli import parse
     from ddp_from_scratch.training.loop import Trainer
+    from ddp_from_scratch.training.main import parse
 
     class Failing(Trainer):
         def _step(self, batches: Any) -> None:
@@ -155,7 +155,7 @@ def main(failure: str, arguments: list[str]) -> int:
             else:
                 super()._step(batches)
 
-    settings, _ = parse(arguments, "")
+    settings, _ = parse(arguments)
     with process_group(settings.backend, timeout=settings.timeout) as world:
         number = Failing(settings, world).run()
     return 128 + number if number else 0

@@ -46,6 +46,11 @@ def refusal(path):
     return str(error.value)
 
 
+def newest(folder):
+    settings, spec = Settings(checkpoint_dir=folder, resume="auto"), state(1)["model_spec"]
+    return checkpoint.find_checkpoint(settings, spec, MODEL, Report(speaks=True, quiet=False))
+
+
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -105,23 +110,20 @@ def test_one_that_may_be_whole_is_not_passed_over(tmp_path, monkeypatch):
     monkeypatch.undo()
     told = "checkpoint version 2, this program reads up to 1: install a newer"
     with pytest.raises(UsageError, match=told):
-        checkpoint.load_newest(tmp_path)
+        newest(tmp_path)
     newer.unlink()
     newer.symlink_to(newer.name)  # an OSError whoever runs the tests
     with pytest.raises(UsageError, match=r"cannot read checkpoint .*-000002\.pt: Too many"):
-        checkpoint.load_newest(tmp_path)
+        newest(tmp_path)
     assert checkpoint.files(tmp_path)[0] == newer
 
 
 def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
-    assert checkpoint.load_newest(tmp_path / "nothing") is None
-    settings = Settings(checkpoint_dir=tmp_path, resume="auto")
     good, bad = (checkpoint.save(tmp_path, state(step)) for step in (1, 2))
     damaged = bytearray(bad.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     bad.write_bytes(damaged)
-    spec, report = state(1)["model_spec"], Report(speaks=True, quiet=False)
-    assert checkpoint.find_checkpoint(settings, spec, MODEL, report)["step"] == 1
+    assert newest(tmp_path)["step"] == 1
     told = capsys.readouterr()
     assert told.out == f"resuming from {good}\n"
     assert told.err == (
@@ -135,7 +137,8 @@ def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
     for path in (good, newer):
         path.write_bytes(b"")
     with pytest.raises(UsageError, match=r"no checkpoint in .* can be read"):
-        checkpoint.load_newest(tmp_path)
+        newest(tmp_path)
+    assert newest(tmp_path / "nothing") is None
 
 
 def test_a_folder_of_another_run_is_refused_and_what_a_killed_one_left_removed(tmp_path):

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.training.cli import parse
-from ddp_from_scratch.training.main import main
+from ddp_from_scratch.training.main import main, parse
 from ddp_from_scratch.training.settings import Settings
 
-ABOUT = "Trains.\n\n    python run.py\n"
 SECONDS = "must be a positive number of seconds, at most 1,000,000"
 UNKNOWN = "unrecognized arguments:"
 # Arguments, and the beginning of the one line that says what was expected.
@@ -74,25 +72,25 @@ def test_what_is_refused_is_one_line(words, monkeypatch):
 
 
 def test_options_reach_their_settings():
-    settings, options = parse([], ABOUT)
-    assert settings == parse(["train"], ABOUT)[0] == Settings()
+    settings, options = parse([])
+    assert settings == parse(["train"])[0] == Settings()
     assert (options.command, options.nproc, options.node_rank) == ("train", None, None)
     given = "--data-dir d --lr 0.5 --seed=7 --check-sync 5 --quiet --no-overlap --no-stop-on-nan"
     given += " --bucket-cap-mb inf --nproc 8,2 --node-rank 1 --master-addr h --master-port 1"
-    settings, options = parse(given.split(), ABOUT)
+    settings, options = parse(given.split())
     switches = {"quiet": True, "overlap": False, "stop_on_nan": False}
     numbers = {"lr": 0.5, "seed": 7, "check_sync": 5, "bucket_cap_mb": math.inf}
     assert settings == Settings(data_dir=Path("d"), **numbers, **switches)
     assert (options.nproc, options.node_rank) == ("8,2", 1)
     assert (options.master_addr, options.master_port) == ("h", 1)
-    auto = parse(["--bucket-cap-mb=auto", "--check-sync"], ABOUT)[0]
+    auto = parse(["--bucket-cap-mb=auto", "--check-sync"])[0]
     assert auto == Settings(bucket_cap_mb="auto", check_sync=0)
 
     arguments = "test --checkpoint x.pt --dataset fake --batch-size 5 --precision bf16 --quiet"
-    settings, options = parse(arguments.split(), ABOUT)
+    settings, options = parse(arguments.split())
     assert (options.checkpoint, options.dataset) == (Path("x.pt"), "fake")
     assert (settings.batch_size, settings.precision, settings.quiet) == (5, "bf16", True)
-    assert parse(["test", "--checkpoint", "x.pt"], ABOUT)[1].dataset is None  # the checkpoint's
+    assert parse(["test", "--checkpoint", "x.pt"])[1].dataset is None  # the checkpoint's
 
 
 def test_global_batch_size_is_shared_out():

@@ -8,10 +8,9 @@ import torch
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import checkpoint
-from ddp_from_scratch.training.contents import check_contents, check_fit
-from ddp_from_scratch.training.evaluate import load_model
+from ddp_from_scratch.training.loop import load_model
 from ddp_from_scratch.world import World
-from tests.training.test_checkpoint import MODEL, state
+from tests.training.test_checkpoint import MODEL, newest, state
 
 
 def changed(content, path, value):
@@ -31,8 +30,8 @@ def changed(content, path, value):
 
 
 def check(content):
-    check_contents(content)
-    check_fit(content, MODEL)
+    checkpoint.check_contents(content)
+    checkpoint.check_fit(content, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,8 @@ def check(content):
         ("model_spec/depth", 8, "model_spec has more"),
         ("scaler/scale", float("nan"), "scale of scaler must be 0 or more, got nan"),
         ("buckets/bucket_cap_mb", "big", "bucket_cap_mb is not a size"),
-        ("rng/0/python", (3, (1, 2), None), "rng of rank 0 cannot be used"),
+        ("rng/0/python", (3, (1, 2), None), "python of rng of rank 0 must have 625 entries"),
+        ("rng/0/torch", torch.zeros(5056, dtype=torch.uint8), "rng of rank 0 cannot be used"),
         # What does not fit the model.
         ("model/bias", ..., "the model has no bias"),
         ("model/more", torch.zeros(4), "the model has no 'more'"),
@@ -62,12 +62,14 @@ def test_wrong_contents(path, value, told):
 
 def test_a_checkpoint_with_wrong_contents_is_passed_over(tmp_path):
     older = {name: v for name, v in state(1)["settings"].items() if name != "stragglers"}
-    check_contents(state(1) | {"settings": older | {"later": [1, 2]}})  # of another version
-    good = checkpoint.save(tmp_path, state(1))
-    bad = checkpoint.save(tmp_path, state(1) | {"epoch": -1})
+    checkpoint.check_contents(
+        state(1) | {"settings": older | {"later": [1, 2]}}
+    )  # of another version
+    checkpoint.save(tmp_path, state(1))
+    bad = checkpoint.save(tmp_path, state(2) | {"epoch": -1})
     with pytest.raises(UsageError, match=f"{bad} is no checkpoint that a run has written: epoch"):
         checkpoint.load(bad)
-    assert checkpoint.load_newest(tmp_path)[0] == good
+    assert newest(tmp_path)["step"] == 1
 
 
 def places(content, prefix=""):

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import PeerError, UsageError
 from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.training import coordination, evaluate
-from ddp_from_scratch.training.loop import Trainer
+from ddp_from_scratch.training import coordination, loop
 from ddp_from_scratch.training.settings import Settings, option_of
 from ddp_from_scratch.world import _check_gpus, _device, _meet_in_store
 from tests.support.on_ranks import on
@@ -49,7 +48,7 @@ def test_a_setting_that_differs_is_named_before_anything_is_trained(world):
     for name, (other, told) in DIFFERENT.items():
         settings = Settings(**{name: other} if world.rank else {})
         with pytest.raises(UsageError) as error:
-            Trainer(settings, world)
+            loop.Trainer(settings, world)
         assert type(error.value) is (PeerError if world.rank else UsageError), "told once"
         assert str(error.value) == f"{told} on rank 1: it must be the same on all ranks"
 
@@ -58,9 +57,9 @@ def test_a_setting_that_differs_is_named_before_anything_is_trained(world):
 def test_the_command_versions_and_images_are_compared(world):
     settings, file = Settings(), Path("x.pt")
     if world.rank == 0:
-        told = refused(Trainer, settings, world)
+        told = refused(loop.Trainer, settings, world)
     else:
-        told = refused(evaluate.test, settings, None, file, world)
+        told = refused(loop.test, settings, None, file, world)
     assert told.startswith("the command is train on rank 0 and test on rank 1")
 
     versions = coordination.versions()
@@ -68,7 +67,7 @@ def test_the_command_versions_and_images_are_compared(world):
     other = versions | ({"torch": "1.0"} if world.rank else {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordination, "versions", lambda: other)
-        told = refused(Trainer, settings, world)
+        told = refused(loop.Trainer, settings, world)
     assert told.startswith(f"torch is {torch.__version__} on rank 0 and 1.0 on rank 1: it must")
 
     load = coordination.load_dataset
@@ -80,7 +79,7 @@ def test_the_command_versions_and_images_are_compared(world):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordination, "load_dataset", changed)
-        told = refused(Trainer, settings, world)
+        told = refused(loop.Trainer, settings, world)
     assert told.startswith("--dataset digits is 1,437 + 360 images of 1x8x8, checksum ")
     assert told.count(", checksum ") == 2
 

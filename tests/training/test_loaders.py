@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.training import loaders
+from ddp_from_scratch.training import datasets
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.world import World
 
@@ -45,12 +45,12 @@ def world(rank, world_size):
 
 def train_loader(dataset, rank=0, world_size=1, batch_size=1, **more):
     settings = Settings(batch_size=batch_size, **more)
-    return loaders.make_loader(dataset, settings, world(rank, world_size), train=True)
+    return datasets.make_loader(dataset, settings, world(rank, world_size), train=True)
 
 
 def exact_loader(dataset, rank, world_size):
     settings = Settings(batch_size=2)
-    return loaders.make_loader(dataset, settings, world(rank, world_size), train=False)
+    return datasets.make_loader(dataset, settings, world(rank, world_size), train=False)
 
 
 def batches(loader):
@@ -76,7 +76,7 @@ def test_every_rank_gets_as_many_batches_of_the_same_size(size, world_size, batc
         loader = train_loader(Numbers(size), rank, world_size, batch_size)
         mine = epoch_of(loader, 0)
         assert [len(batch) for batch in mine] == [batch_size] * expected
-        assert len(loader) == loader.sampler.batches_per_epoch == expected
+        assert len(loader) == loader.sampler.steps_per_epoch == expected
         seen += flat(mine)
     assert len(set(seen)) == len(seen) == expected * world_size * batch_size
     assert set(seen) <= set(range(size))

@@ -20,10 +20,10 @@ def test_a_line_each_at_once_and_the_events_of_tensorboard(tmp_path):
         # Before it is closed: a killed run keeps what it wrote.
         assert lines(folder) == [{"step": 1, "loss": 0.5, "accuracy": 0.25}]
         metrics.log(2, loss=0.125)
+    metrics.log(3, loss=0.0)  # it is closed
     assert lines(folder)[1:] == [{"step": 2, "loss": 0.125}]
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    events = accumulator.EventAccumulator(str(folder))
-    events.Reload()
+    events = accumulator.EventAccumulator(str(folder)).Reload()
     found = [(event.step, event.value) for event in events.Scalars("loss")]
     assert found == [(1, 0.5), (2, 0.125)]
 

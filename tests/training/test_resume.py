@@ -205,7 +205,7 @@ def test_the_seed_is_that_of_all_generators_and_each_rank_has_its_own(world):
 
 
 def remembered(trainer):
-    saved = trainer.compression._power_sgd.state_dict(trainer.model)
+    saved = trainer.power_sgd.state_dict(trainer.model)
     scale = trainer.scaler.get_scale()
     return saved["iteration"], {n: (e / scale).tolist() for n, e in saved["errors"].items()}
 
