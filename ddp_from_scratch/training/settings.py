@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, MOST_HERE
 
+AUTO = "auto"  # a `bucket_cap_mb` of `Reducer`
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "fake")
 MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"
 PRECISIONS = ("fp32", "bf16", "fp16")
