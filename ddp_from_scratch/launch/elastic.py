@@ -232,7 +232,7 @@ class ElasticAgent(Agent):
             self._children[member].poll() or self._store.member(member).arrived < number
             for member in set(members) - present
         )
-        # One that joins waits a moment, until all members have come to the last generation.
+        # One that joins waits a moment, until all members have joined the last generation.
         is_settled = time.monotonic() - self._announced_at > _SETTLED_S
         if lost or asking & present or (asking and is_settled):
             self._announce(present | asking)

@@ -221,7 +221,7 @@ class Trainer(Engine):
                     f"continues from the last checkpoint, --no-stop-on-nan ignores it"
                 )
             self.report.warning(
-                f"the loss is not finite {place}; going on, as --no-stop-on-nan says"
+                f"the loss is not finite {place}; continuing, as --no-stop-on-nan says"
             )
         if is_over and not number:
             raise CommunicationError("ranks were lost, or others want to join")

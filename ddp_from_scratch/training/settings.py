@@ -58,7 +58,7 @@ def _size(text: str) -> float | str:
 
 
 # The groups of --help, in order.
-GROUPS = ("processes", "data", "training", "synchronisation", "what is kept")
+GROUPS = ("processes", "data", "training", "synchronisation", "output")
 _processes, _data, _training, _synchronisation, _kept = (partial(_option, g) for g in GROUPS)
 
 # The limits of values, and how argparse reads them.

@@ -270,8 +270,8 @@ class VirtualRanks(Extension):
             before = {name: buffer.clone() for name, buffer in self._buffers().items()}
             self._before = before, self.step
         if self._ahead[:1] != [index]:
-            how, due = "again" if index not in self._ahead else "out of order", self._ahead[0]
-            raise RuntimeError(f"virtual rank {index} comes {how}: the next one is {due}")
+            how, due = "twice" if index not in self._ahead else "out of order", self._ahead[0]
+            raise RuntimeError(f"virtual rank {index} runs {how}: the next one is {due}")
         self._ahead.remove(index)
         self.inside = index
         self._put_back()

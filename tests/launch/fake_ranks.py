@@ -150,7 +150,7 @@ class Job:
         self.said.say(int(member), self.said.member(int(member))._replace(**said))
 
     def train(self, members):
-        """They have come to the present generation, and have a state that 8 ranks can use."""
+        """They have joined the present generation, and have a state that 8 ranks can use."""
         for member in members:
             self.says(member, arrived=self.said.generation.number, step=0, most_ranks=8)
 

@@ -93,7 +93,7 @@ def test_a_rank_that_is_killed_costs_no_bit(name, quiet, tmp_path):
         text = end(run)
     assert "was killed by SIGKILL" in text
     assert contents(tmp_path / "checkpoints") == quiet
-    if name == "a step":  # a line and a metric, before another rank has come
+    if name == "a step":  # a line and a metric, before another rank joins
         assert "process 1 was killed by SIGKILL: continuing with 2 ranks; " in text
         assert "continuing with 2 ranks in epoch 1, step 5: another group after " in text
         lines = map(json.loads, (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines())
@@ -113,7 +113,7 @@ def test_an_elastic_run_can_be_stopped_and_resumed(who, quiet, tmp_path):
     with job(tmp_path, stop, "--epochs", "3", "--elastic") as run:
         text = end(run, 143)
     assert "stopped in epoch 2, step " in text
-    assert "going on" not in text
+    assert "continuing" not in text
     with job(tmp_path, "", "--epochs", "3", "--elastic", "--resume", "auto", nproc=4) as run:
         end(run)
     assert contents(tmp_path / "checkpoints") == quiet

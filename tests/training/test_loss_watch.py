@@ -16,7 +16,7 @@ STOPS = "a smaller --lr may help; --resume auto continues from the last checkpoi
 
 
 def trained(world, folder, step, loss, changes):
-    """What is said, how it ends, and the newest checkpoint; with a loss that some steps have."""
+    """What it prints, how it ends, and the newest checkpoint; with a loss that some steps have."""
     settings = Settings(backend=world.backend, model="mlp", epochs=2, checkpoint_dir=folder)
     trainer = loop.Trainer(Settings(**vars(settings) | changes), world)
     said = []
@@ -56,7 +56,7 @@ def test_it_ends_all_ranks_or_is_said_once(ranks, tmp_path, backend, step, loss,
     place = f"the loss is not finite in epoch {epoch + 1}, step {of_epoch + 1}/22, on rank 1"
     if changes:
         assert ended == 0
-        assert said == [f"{place}; going on, as --no-stop-on-nan says"]
+        assert said == [f"{place}; continuing, as --no-stop-on-nan says"]
     else:
         assert zero == one
         assert said == []

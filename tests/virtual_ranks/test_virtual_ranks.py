@@ -193,8 +193,8 @@ def test_each_mistake_has_its_error_and_the_next_step_is_right(alone):
         model(X).sum().backward()
 
     for call, text in (
-        (lambda: run(2), "virtual rank 2 comes out of order: the next one is 3"),
-        (lambda: run(3, 3), "virtual rank 3 comes again: the next one is 2"),
+        (lambda: run(2), "virtual rank 2 runs out of order: the next one is 3"),
+        (lambda: run(3, 3), "virtual rank 3 runs twice: the next one is 2"),
         (lambda: run(4), "virtual rank 4 is not one of this rank's, which are [3, 2, 1, 0]"),
         (nested, "virtual rank 2 begins inside virtual rank 3"),
         (missing, "the optimizer steps before virtual ranks [1, 0] of this rank have run"),
