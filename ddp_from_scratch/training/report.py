@@ -98,5 +98,5 @@ class MetricsWriter:
             raise UsageError(f"cannot write metrics to {name}: {error.strerror}") from error
 
     def close(self) -> None:
-        self._is_open = False  # an elastic run may go on after it was stopped
+        self._is_open = False  # an elastic run may continue after it was stopped
         self._files.close()
