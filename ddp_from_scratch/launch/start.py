@@ -7,7 +7,6 @@ import pickle
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.agent import Agent, Child
+from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
@@ -126,7 +125,7 @@ def start_ranks(
             return common | alone | own
 
         if link is not None:
-            return NodeAgent(command, environment_of, link, preload).run()
+            return NodeAgent(command, environment_of, (), preload, link).run()
         job = counts, max_restarts, JobStore(store)
         return ElasticAgent(command, environment_of, *job, preload, nodes).run()
 
@@ -139,25 +138,17 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         if os.isatty(stream):
             defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
-    return _MpirunAgent(full, lambda _: defaults | os.environ, range(1)).run()
-
-
-class _MpirunAgent(Agent):
-    """One child, mpirun, which watches the ranks itself."""
-
-    # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
-    ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
-
-    def _spawn(self, environ: dict[str, str]) -> Child:
-        libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-        return subprocess.Popen(
-            self._command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            # Set here because mpirun cannot do it itself, as ranks do in `die_with_parent`.
-            preexec_fn=lambda: libc and libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
+    set_up = None
+    if sys.platform.startswith("linux"):  # mpirun cannot set this, as ranks in `die_with_parent` do
+        set_up = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    return Agent(
+        full,
+        lambda _: defaults | os.environ,
+        range(1),
+        # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
+        ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),
+        set_up=set_up,
+    ).run()
 
 
 # A function as a command --------------------------------------------------------------------------

@@ -294,10 +294,10 @@ class Simulation:
         arguments = ["true"], lambda member: {"DDP_MEMBER": str(member)}
         if number:
             ticket = arrive(store, number, self.counts, True, {})
-            return NodeAgent(*arguments, Link(store, ticket, 60.0)).run()
+            return NodeAgent(*arguments, (), peers=Link(store, ticket, 60.0)).run()
         others = Nodes(store, self.counts, True, {}, 60.0) if len(self.counts) > 1 else None
         job = self.counts, MAX_RESTARTS, JobStore(store)
-        return ElasticAgent(*arguments, *job, nodes=others).run()
+        return ElasticAgent(*arguments, *job, peers=others).run()
 
     def _rank(self, process: Process) -> int:
         self.sleep(self.random.uniform(0.0, 1.0))  # it imports
