@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddp_from_scratch.errors import UsageError
@@ -32,43 +33,47 @@ EXCHANGE_S = 0.02
 _LAST_WORD_S = 2.0  # for the other machines to hear of a failure
 
 
+@dataclass(eq=False)
 class Node:
     """Another machine, as its agent reports it."""
 
-    def __init__(self, now: float, ticket: int | None = None) -> None:
-        # The ticket of its agent (None until the agent arrives) and the time of its last report.
-        self.ticket, self.since = ticket, now
-        self.beat = self.signals = 0  # the last heartbeat and the number of signals that were read
-        self.orders: list[tuple[str, int, int]] = []
-        self.ranks: dict[int, FarRank] = {}
-        # lost: it does not answer. ended: its ranks have ended. left: its agent has left the store.
-        self.lost = self.ended = self.left = False
+    since: float  # when its last report came
+    ticket: int | None = None  # of its agent, once that has arrived
+    beat: int = 0  # the last one that was read
+    signals: int = 0  # how many were read
+    lost: bool = False  # it does not answer
+    ended: bool = False  # its ranks have ended
+    left: bool = False  # its agent has left the store
+    orders: list[tuple[str, int, int]] = field(default_factory=list)
+    ranks: "dict[int, FarRank]" = field(default_factory=dict)
 
     def is_heard(self, now: float) -> bool:
         return self.ticket is not None and now - self.since <= LOST_S
 
 
+@dataclass(eq=False)
 class FarRank:
     """A rank on another machine."""
 
-    def __init__(self, node: Node, member: int, exchange: Callable[[], None]) -> None:
-        self._node, self._member, self._exchange = node, member, exchange
-        self.code: int | None = None
-        self.pid = None
+    node: Node
+    member: int
+    exchange: Callable[[], None]
+    code: int | None = None
+    pid: None = None
 
     def poll(self) -> int | None:
-        self._exchange()
+        self.exchange()
         return self.code
 
     def wait(self) -> int:
-        while (code := self.poll()) is None and not self._node.lost:
+        while (code := self.poll()) is None:  # a machine that is lost ends it
             time.sleep(EXCHANGE_S)
-        return -signal.SIGKILL if code is None else code
+        return code
 
     def send_signal(self, number: int) -> None:
-        if self._node.ticket is None:
+        if self.node.ticket is None:
             self.code = -number  # no agent has started this rank yet
-        self._node.orders.append(("signal", self._member, number))
+        self.node.orders.append(("signal", self.member, number))
 
 
 class Nodes:
@@ -87,8 +92,7 @@ class Nodes:
     ) -> None:
         self._store, self._elastic, self._asked = store, elastic, asked
         self._counts, self._at_start, self._timeout = list(counts), len(counts), timeout
-        now = time.monotonic()
-        self._nodes = {number: Node(now) for number in range(1, len(counts))}
+        self._nodes = {number: Node(time.monotonic()) for number in range(1, len(counts))}
         self._waiting: dict[int, float] = {}  # by ticket without an answer: when it arrived
         self._drawn = 0  # the last ticket
         self.signals: list[int] = []  # received by other agents; `ElasticAgent` takes them
@@ -138,16 +142,36 @@ class Nodes:
             return
         self._exchanged = now
         for number, node in self._nodes.items():
-            key = f"report {node.ticket}"
-            if node.ticket is not None and self._store.check([key]):
-                self._read(number, node, json.loads(self._store.get(key)), now)
-            silence, has_come = now - node.since, node.ticket is not None
-            if self._elastic:
-                if not node.lost and silence > (LOST_S if has_come else self._timeout):
-                    self._lose(number, node, silence)
-            elif has_come and not node.ended and silence > self._timeout:
-                self._failure = self._failure or no_answer(number, silence)
+            has_come = node.ticket is not None
+            if has_come and self._store.check([f"report {node.ticket}"]):
+                self._read(number, node, json.loads(self._store.get(f"report {node.ticket}")), now)
+            silence = now - node.since
+            if not self._elastic:
+                if has_come and not node.ended and silence > self._timeout:
+                    self._failure = self._failure or no_answer(number, silence)
+            elif not node.lost and silence > (LOST_S if has_come else self._timeout):
+                node.lost = True
+                say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
+                for rank in node.ranks.values():
+                    if rank.code is None:
+                        rank.send_signal(signal.SIGKILL)  # it runs if only the network failed
+                        rank.code = -signal.SIGKILL
         self._write()
+
+    def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
+        if report["beat"] == node.beat:
+            return
+        node.beat, node.since = report["beat"], now
+        for member, code in report["codes"].items():
+            rank = node.ranks[int(member)]
+            if rank.code is None:
+                rank.code = code
+        if self._elastic:
+            self.signals += report["signals"][node.signals :]
+            node.signals = len(report["signals"])
+        elif report["failure"] is not None:
+            self._failure = self._failure or f"machine {number}: {report['failure']}"
+        node.ended, node.left = node.ended or report["ended"], report["left"]
 
     def admit(self, most: int = 0, running: int = 0) -> list[int]:
         """Admits machines that have arrived; returns the machine of each rank to start, if late.
@@ -177,7 +201,8 @@ class Nodes:
             # An agent that was stopped between the two calls in `arrive` leaves only a ticket.
             if self._store.check([f"arrival {ticket}"]):
                 arrival = json.loads(self._store.get(f"arrival {ticket}"))
-                answer = self._answer(ticket, arrival, now, since, start if most else None)
+                is_late = now - since > LOST_S + 1
+                answer = self._answer(Node(now, ticket), arrival, is_late, start if most else None)
                 if answer is not None:
                     del self._waiting[ticket]
                     self._write()  # before the answer: an admitted agent looks there for its orders
@@ -186,83 +211,54 @@ class Nodes:
 
     def _answer(
         self,
-        ticket: int,
+        new: Node,
         arrival: Mapping[str, Any],
-        now: float,
-        since: float,
+        is_late: bool,
         start: Callable[[int, int], str] | None,
     ) -> str | None:
-        """Admits an agent and returns "", or why it is refused; None while it has to wait."""
+        """Admits a machine and returns "", or why it is refused; None while it has to wait."""
         number, counts = arrival["node"], arrival["counts"]
-        node, is_late = self._nodes.get(number), now - since > LOST_S + 1
-        refusal = self._refusal(number, counts, arrival["elastic"], arrival["asked"])
-        if refusal is not None:
+        node, there_are = self._nodes.get(number), len(self._counts)
+        if (refusal := self._refusal(arrival)) is not None:
             if not self._elastic:
                 # Otherwise the other ranks would wait for this machine's until their timeout.
                 there = refusal.partition(":")[0].replace(" here ", " there ")
                 self._failure = self._failure or f"machine {number}: {there}"
             return refusal
-        if number > (there_are := len(self._counts)):
+        if number > there_are:  # the machine before it may still arrive
             text = f"--node-rank is {number}, and the next machine that comes is {there_are}"
-            return text if is_late else None  # the machine before it may still arrive
+            return text if is_late else None
         if node is not None and not node.lost:
-            if node.ticket is not None:
-                text = f"--node-rank {number} was given on two machines"
-                # An agent that restarts at once is not lost yet.
-                return text if is_late or not self._elastic else None
-            node.ticket, node.since = ticket, now
-            return ""
-        if start is None:
-            return None
-        refusal = start(number, counts[number])
-        if not refusal:
-            self._nodes[number] = Node(now, ticket)
+            if node.ticket is None:
+                node.ticket, node.since = new.ticket, new.since
+                return ""
+            # An agent that restarts at once is not lost yet.
+            text = f"--node-rank {number} was given on two machines"
+            return text if is_late or not self._elastic else None
+        refusal = start(number, counts[number]) if start is not None else None
+        if refusal == "":
+            self._nodes[number] = new
             if node is None:
                 self._counts.append(counts[number])
             again = node is not None and node.ticket is not None
             say(f"machine {number} {'rejoined' if again else 'joined'}")
         return refusal
 
-    def _refusal(
-        self, number: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
-    ) -> str | None:
+    def _refusal(self, arrival: Mapping[str, Any]) -> str | None:
+        number, counts, elastic = arrival["node"], arrival["counts"], arrival["elastic"]
         if elastic != self._elastic:
             here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
         there_are = len(self._counts)
         # In an elastic job a new machine appends its count; one that rejoins may lack later ones.
-        expected = self._counts + list(counts[there_are : number + 1] if elastic else ())
-        if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
+        expected = self._counts + (counts[there_are : number + 1] if elastic else [])
+        if counts != expected[: len(counts)] or len(counts) < self._at_start:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))
             return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
         for name, value in self._asked.items():
-            if asked.get(name) != value:
-                return f"{name} is {asked.get(name)} here and {value} on machine 0"
+            if arrival["asked"].get(name) != value:
+                return f"{name} is {arrival['asked'].get(name)} here and {value} on machine 0"
         return None
-
-    def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
-        if report["beat"] == node.beat:
-            return
-        node.beat, node.since = report["beat"], now
-        for member, code in report["codes"].items():
-            rank = node.ranks[int(member)]
-            if rank.code is None:
-                rank.code = code
-        if self._elastic:
-            for received in report["signals"][node.signals :]:
-                node.signals += 1
-                self.signals.append(received)
-        elif report["failure"] is not None:
-            self._failure = self._failure or f"machine {number}: {report['failure']}"
-        node.ended, node.left = node.ended or report["ended"], report["left"]
-
-    def _lose(self, number: int, node: Node, silence: float) -> None:
-        node.lost = True
-        say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
-        for rank in node.ranks.values():
-            if rank.code is None:
-                rank.send_signal(signal.SIGKILL)  # it may still run if only the network failed
-                rank.code = -signal.SIGKILL
 
     def _write(self) -> None:
         state = {
