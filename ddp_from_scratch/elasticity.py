@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.group import wait
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.membership import Membership, hand_on
 from ddp_from_scratch.reducer import Reducer
-from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world import World
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class ElasticRun:
     def _end(self) -> bool:
         """Meets the other ranks after the last step; False if one was lost before."""
         with self._recovering():
-            wait(of_member(dist.barrier(async_op=True)))
+            wait(dist.barrier(async_op=True))
             return True
         return False
 

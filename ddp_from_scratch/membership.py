@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.group import check_group, of_member
+from ddp_from_scratch.group import check_group, look_for_lost_ranks, wait
 from ddp_from_scratch.launch.elastic import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
 from ddp_from_scratch.node import abandon_beside
-from ddp_from_scratch.waiting import look_for_lost_ranks, wait
 from ddp_from_scratch.world import World, replace_group
 
 # Seconds to connect once all have arrived; if one dies, gloo's retries take up to 5 times as long.
@@ -202,7 +201,7 @@ def close_default_group() -> None:
     """Closes the default group and its connections, so that waiting peers fail.
 
     The caller drops its own references to the group first. The group's threads may live until its
-    timeout: gloo does not cancel every collective (`waiting.py`), and its destructor waits.
+    timeout: gloo does not cancel every collective (`group.py`), and its destructor waits.
     """
     last = [check_group(None)]
     abandon_beside(last[0])
@@ -263,9 +262,9 @@ def hand_on(state: Any, source: int) -> Any:
     if is_source:
         torch.save(state, file)
     size = torch.tensor([file.tell()])
-    wait(of_member(dist.broadcast(size, source, async_op=True)))
+    wait(dist.broadcast(size, source, async_op=True))
     data = bytearray(file.getvalue()) if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)
-    wait(of_member(dist.broadcast(wire, source, async_op=True)))
+    wait(dist.broadcast(wire, source, async_op=True))
     # Safe to unpickle: it comes from a rank of this run. It holds more than tensors.
     return state if is_source else torch.load(io.BytesIO(data), weights_only=False)

@@ -15,8 +15,7 @@ from ddp_from_scratch.backend.collectives import CollectivesGroup
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors, register_backend
 from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
 from ddp_from_scratch.backend.transport import GlooTransport
-from ddp_from_scratch.group import open_gloo, store_beside, timeout_of
-from ddp_from_scratch.waiting import may_be_left_behind
+from ddp_from_scratch.group import may_be_left_behind, open_gloo, store_beside, timeout_of
 
 # mypy: disable-error-code="override"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch.errors import UsageError, one_line
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.group import wait
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.contents import check_fit
@@ -23,7 +23,6 @@ from ddp_from_scratch.training.loaders import make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,7 +40,7 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
             outputs = model(images.to(world.device, non_blocking=True))
         totals[0] += (outputs.argmax(1) == labels).sum()
         totals[1] += len(labels)
-    wait(of_member(dist.all_reduce(totals, async_op=True)))
+    wait(dist.all_reduce(totals, async_op=True))
     correct, count = totals.tolist()
     return float(correct / count)
 

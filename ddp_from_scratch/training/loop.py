@@ -13,12 +13,11 @@ from torch.nn.functional import cross_entropy
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.group import wait
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.training.coordination import StopSignal, place_of
 from ddp_from_scratch.training.engine import Engine
 from ddp_from_scratch.training.evaluate import DTYPES, accuracy
-from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.watch.render import as_text
 from ddp_from_scratch.watch.timeline import TOO_FEW
 
@@ -160,7 +159,7 @@ class Trainer(Engine):
 
             self.reducer.run_virtual_ranks(run)
         if self.membership.elastic:
-            wait(of_member(dist.all_reduce(totals, async_op=True)))
+            wait(dist.all_reduce(totals, async_op=True))
         # Nothing communicates from here on, so a step that a lost rank aborts changes nothing.
         self.totals += totals
         self.scaler.step(self.optimizer)

@@ -97,7 +97,7 @@ def killed(world, name, rendezvous):
         next(training.model.parameters()).register_hook(die)
     with pytest.raises(RuntimeError):
         training.train(first=1)
-    close_default_group()  # torch's own waits for what gloo never ends (`waiting.py`)
+    close_default_group()  # torch's own waits for what gloo never ends (`group.py`)
     store, limit = dist.FileStore(rendezvous, 2), timedelta(seconds=20)
     ways = {"rank": world.rank // 2, "world_size": 2}
     dist.init_process_group("gloo", store=store, timeout=limit, **ways)
