@@ -28,16 +28,15 @@ ROOMS = {
         "comm_hooks": "backend core",
         "sync": "core gpu group memory",
         "world": "errors gpu launch mpi",
-        "membership": "group launch node world",
         "options": "backend comm_hooks core errors gpu group memory sync",
         "virtual_ranks": "comm_hooks core errors gpu group options sync",
         "watch": "backend core errors gpu group options",
         "reducer": "comm_hooks core group memory node options sync virtual_ranks watch",
-        "elasticity": "errors group launch membership reducer world",
+        "elasticity": "errors group launch node reducer world",
         "optim": "backend core memory reducer sync",
         "torch_ddp": "comm_hooks core gpu group memory options reducer sync",
         "bench": "errors gpu launch node optim reducer sync watch world",
-        "training": "comm_hooks core errors gpu group launch membership optim options reducer "
+        "training": "comm_hooks core elasticity errors gpu group launch optim options reducer "
         "sync virtual_ranks watch world",
     }.items()
 }

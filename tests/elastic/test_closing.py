@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import group
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.membership import close_default_group
+from ddp_from_scratch.node import close_default_group
 
 
 def closed_on_rank_1(world, folder):

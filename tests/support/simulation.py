@@ -25,7 +25,7 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import elasticity, membership
+from ddp_from_scratch import elasticity
 from ddp_from_scratch.elasticity import ElasticRun
 from ddp_from_scratch.errors import CommunicationError, UsageError
 from ddp_from_scratch.launch import agent, elastic, nodes
@@ -210,9 +210,8 @@ REPLACED = {
     agent: "time subprocess say _is_stopped",
     elastic: "time say",
     nodes: "time say threading",
-    membership: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
-    "cut_when_broken",
-    elasticity: "dist hand_on",
+    elasticity: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
+    "cut_when_broken hand_on",
 }
 
 
@@ -250,7 +249,7 @@ class Simulation:
             for name in ("signal", "getsignal"):
                 stack.enter_context(patch.object(signal, name))
             number_of = lambda _, generation: generation.number  # noqa: E731
-            stack.enter_context(patch.object(membership.Membership, "_group_store", number_of))
+            stack.enter_context(patch.object(elasticity.Membership, "_group_store", number_of))
             self._run_tasks()
         self.code = self.agents[0].code
         if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank is left that has trained

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.membership import close_default_group
+from ddp_from_scratch.node import close_default_group
 from tests.support.on_ranks import on
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
