@@ -91,8 +91,7 @@ def start_ranks(
     if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
         raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
     elastic = max_restarts is not None
-    nodes: Nodes | None = None
-    link: Link | None = None
+    peers: Nodes | Link | None = None
     with ExitStack() as stack:
         folder = stack.enter_context(_run_folder())
         if callable(command):
@@ -101,22 +100,20 @@ def start_ranks(
         store: FileStore | dist.Store = FileStore(folder)
         if len(counts) > 1:
             # Imports torch, which the agent of a single machine does without.
-            from ddp_from_scratch.launch.rendezvous import Rendezvous
+            from ddp_from_scratch.launch.rendezvous import open_store
 
-            rendezvous = Rendezvous(node_rank, master_addr, master_port, timeout)
-            stack.callback(rendezvous.close)
-            store = rendezvous.store
-            common |= rendezvous.environment
+            met = stack.enter_context(open_store(node_rank, master_addr, master_port, timeout))
+            store, common = met[0], common | met[1]
             if node_rank == 0:
-                nodes = Nodes(store, counts, elastic, asked, timeout)
+                peers = Nodes(store, counts, elastic, asked, timeout)
             else:
-                link = Link(store, arrive(store, node_rank, counts, elastic, asked), timeout)
+                peers = Link(store, arrive(store, node_rank, counts, elastic, asked), timeout)
         else:
             common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
         if max_restarts is None:
             ranks = environment.rank_environments(counts, node_rank)
             here = range(len(ranks))
-            return Agent(command, lambda at: common | ranks[at], here, preload, nodes or link).run()
+            return Agent(command, lambda at: common | ranks[at], here, preload, peers).run()
         (alone,) = environment.rank_environments([1], 0)  # its world until its first generation
 
         def environment_of(member: int) -> dict[str, str]:
@@ -124,10 +121,10 @@ def start_ranks(
             own = {environment.MEMBER: str(member), environment.RENDEZVOUS_FILE: file}
             return common | alone | own
 
-        if link is not None:
-            return NodeAgent(command, environment_of, (), preload, link).run()
+        if isinstance(peers, Link):
+            return NodeAgent(command, environment_of, (), preload, peers).run()
         job = counts, max_restarts, JobStore(store)
-        return ElasticAgent(command, environment_of, *job, preload, nodes).run()
+        return ElasticAgent(command, environment_of, *job, preload, peers).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
