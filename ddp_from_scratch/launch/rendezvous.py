@@ -61,7 +61,16 @@ def open_store(
         prove(connection, secret, time.monotonic() + timeout)
         return connection
 
-    with _forwarding(outside or inside, onward):
+    listener = outside or inside
+    _start(_forward, listener, onward)
+    for_ranks = {  # which are clients of this store as of torchrun's agent
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(local),
+        MACHINE_0: addr,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    try:
         store = dist.TCPStore(
             "127.0.0.1",
             local,
@@ -70,16 +79,11 @@ def open_store(
             wait_for_workers=False,
             master_listen_fd=inside.detach() if node_rank == 0 else None,
         )
-        yield (
-            store,
-            {  # the ranks are clients of this store as of torchrun's agent
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(local),
-                MACHINE_0: addr,
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-            },
-        )
+        yield store, for_ranks
+    finally:
+        with suppress(OSError):  # wakes the thread in `accept`, which would keep the socket open
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
 
 
 def _secret(node_rank: int, addr: str, port: int) -> bytes:
@@ -196,28 +200,15 @@ def check(connection: socket.socket, secret: bytes) -> None:
     connection.settimeout(None)
 
 
-@contextmanager
-def _forwarding(
-    listener: socket.socket, onward: Callable[[socket.socket], socket.socket]
-) -> Iterator[None]:
-    """Forwards each connection to the one that `onward` opens; closes `listener` at the end."""
-
-    def accept() -> None:
-        while listener.fileno() >= 0:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                time.sleep(_RETRY_S)  # a closed listener ends the loop; other errors must not spin
-                continue
-            _start(_join, connection, onward)
-
-    _start(accept)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # wakes the thread in `accept`, which would keep the socket open
-            listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+def _forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
+    """Forwards each connection to the one that `onward` opens, until `listener` is closed."""
+    while listener.fileno() >= 0:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            time.sleep(_RETRY_S)  # a closed listener ends the loop; other errors must not spin
+            continue
+        _start(_join, connection, onward)
 
 
 def _join(connection: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
