@@ -60,6 +60,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     any other exception   1     the traceback
     ====================  ====  ================================================================
     """
+    code, text = 1, ""
     try:
         code = main()
     except PeerError:
@@ -69,25 +70,27 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # first rank reports it, and its exit ends the others. A rank alive after 5 s has its own.
         if _place()[1] == 1 and not environment.reports_errors():
             time.sleep(5.0)
-        _say(f"error: {_printable(str(error))}")
-        code = 2
+        code, text = 2, f"error: {_printable(str(error))}"
     except KeyboardInterrupt:
         code = 130
     except SystemExit as end:  # argparse's --help
         code = end.code if isinstance(end.code, int) else 1
     except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
+        rank = _place()[0]
         if is_communication_error(error):
             # The failed peer reports the error, and its launcher stops this process meanwhile. If
             # all ranks notice at once (a timeout), the lowest rank reports first.
-            time.sleep(2.0 + 0.2 * min(_place()[0], 10))
+            time.sleep(2.0 + 0.2 * min(rank, 10))
             first = next(iter(str(error).splitlines()), type(error).__name__)
-            _say(f"error: rank {_place()[0]} lost the other ranks: {first}")
+            text = f"error: rank {rank} lost the other ranks: {first}"
         elif _is_of_backend(error):
-            _say(f"error: rank {_place()[0]}: {_printable(_cause(str(error)))}")
+            text = f"error: rank {rank}: {_printable(_cause(str(error)))}"
         else:
             lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
-            _say("".join(f"[rank {_place()[0]}] {line}" for line in lines))
-        code = 1
+            text = "".join(f"[rank {rank}] {line}" for line in lines).rstrip("\n")
+    if text:
+        colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        say(f"\033[31m{text}\033[0m" if colour else text)
     flush(sys.stdout)
     if code:
         os._exit(code)  # the destructors of MPI and gloo wait for peers, which wait for this rank
@@ -156,12 +159,6 @@ def _place() -> tuple[int, int]:
 def _printable(text: str) -> str:
     """Escapes what is not printable, so that a text with user input stays on one line."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-
-def _say(text: str) -> None:
-    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    text = text.rstrip("\n")
-    say(f"\033[31m{text}\033[0m" if colour else text)
 
 
 def say(text: str) -> None:
