@@ -13,8 +13,11 @@ ranks from MPI, and a store for the rendezvous of groups with other backends:
     torch.distributed.init_process_group(ddp_from_scratch.mpi.BACKEND, init_method="mpi://")
 """
 
+import os
+import socket
+import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -23,26 +26,13 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI, create_subgroup
 from ddp_from_scratch.backend.mpi_tools import IS_OFFERED, CPUBackend, RecordedGroup, recorder_is_on
-from ddp_from_scratch.backend.mpi_transport import (
-    MPI,
-    broadcast_object,
-    check_launcher,
-    check_world,
-    is_placeholder,
-    placement,
-    store,
-)
+from ddp_from_scratch.backend.mpi_transport import MPI
 from ddp_from_scratch.backend.process_group import register_backend
+from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.environment import Placement
 
-__all__ = [
-    "BACKEND",
-    "ProcessGroupMPI",
-    "broadcast_object",
-    "check_launcher",
-    "empty",
-    "placement",
-    "store",
-]
+__all__ = ["BACKEND", "ProcessGroupMPI", "empty", "placement", "store"]
 
 
 def empty(
@@ -65,6 +55,82 @@ def empty(
     if numel < 0:
         raise ValueError(f"numel must be 0 or more, got {numel}")
     return group.empty(numel, dtype)
+
+
+# The job of MPI -----------------------------------------------------------------------------------
+
+
+def placement() -> Placement:
+    """Returns this process's place in its MPI job. Collective over the job."""
+    world = MPI.COMM_WORLD
+    # Ranks that can share memory form a node. Host names will not do: containers may share one.
+    node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    leader = node.bcast(world.rank)
+    leaders = sorted(set(world.allgather(leader)))  # nodes count in the order of their lowest rank
+    found = Placement(world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun")
+    node.Free()
+    return found
+
+
+def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises a UsageError unless MPI has one rank for each process that the launcher started."""
+    # An MPI that does not know its launcher treats each process as a separate job.
+    seen, started = MPI.COMM_WORLD.size, environment.started(environ)
+    if started not in (None, seen):
+        by, advice = environment.launcher(environ), "start it with mpirun"
+        if by == "mpirun":
+            advice = "use the mpirun of the MPI that mpi4py loads"
+        elif by == "srun":
+            advice = "add --mpi=pmix"
+        elif environment.started_here(environ):
+            by = "start_ranks"  # which sets the same variables as torchrun
+        raise UsageError(f"{by} started {started} processes but MPI sees {seen}: {advice}")
+
+
+def check_world(environ: Mapping[str, str] = os.environ) -> None:
+    """Checks the launcher. RANK and WORLD_SIZE do not count where MPI sees several ranks."""
+    others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    by_mpirun = environment.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
+    check_launcher(others if by_mpirun or MPI.COMM_WORLD.size > 1 else environ)
+
+
+def broadcast_object(value: Any) -> Any:
+    """Returns rank 0's value on every rank of the job. Collective."""
+    return MPI.COMM_WORLD.bcast(value)
+
+
+def store(placement: Placement, timeout: timedelta) -> dist.Store:
+    """Opens a private file as the job's store; across machines a port of rank 0. Collective."""
+    if placement.one_machine:
+        file = None
+        if placement.rank == 0:
+            handle, file = tempfile.mkstemp(prefix="ddp-")
+            os.close(handle)
+        file = broadcast_object(file)
+        # On Linux this path works without a name, which the last rank removes. It stays open.
+        own = f"/proc/self/fd/{os.open(file, os.O_RDWR)}"
+        has_way = os.path.exists(own)
+        private = dist.FileStore(own if has_way else file, placement.world_size)
+        if private.add("open", 1) == placement.world_size and has_way:
+            os.unlink(file)
+        return private
+    if placement.rank == 0:
+        here = socket.getfqdn()
+        server = dist.TCPStore(here, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        broadcast_object((here, server.port))
+        return server
+    host, port = broadcast_object(None)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def is_placeholder(store: dist.Store) -> bool:
+    """True for what torch passes to a default group with the "mpi" backend: it stores nothing."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return type(store) is dist.Store
+
+
+# torch's backend ----------------------------------------------------------------------------------
 
 
 def register() -> str:
