@@ -1,6 +1,6 @@
 """Transports send the messages that set up shared memory, and those between machines.
 
-This module sends them over gloo, `mpi_transport.py` over MPI.
+This module sends them over gloo, `mpi_group.py` over MPI.
 """
 
 import os

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.node import abandon_beside, shared_memory_beside
+from ddp_from_scratch.node import shared_memory_beside
 from tests.support.on_ranks import on
 
 
@@ -116,7 +116,7 @@ def abandoned(world, folder):
             work, after = (group.allreduce([tensor]) for _ in range(2))
             while group.checked_barrier._memory.arrived[0][0] < 2:  # it waits there
                 os.sched_yield()
-            abandon_beside(own)
+            group.abandon()
             # At once: nothing may write to the tensor any more.
             assert work.is_completed()
             assert after.is_completed()
@@ -127,8 +127,7 @@ def abandoned(world, folder):
         else:
             seen(folder, "left")
             text = error_of(group.allreduce([tensor]))
-            abandon_beside(own)
-        abandon_beside(own)  # there is none any more
+            group.abandon()
         dist.destroy_process_group(own)
     return text
 
@@ -153,7 +152,7 @@ def lost(world, folder):
             (Path(folder) / "heard").touch()
         else:
             seen(folder, "heard")
-        abandon_beside(own)
+        group.abandon()
         dist.destroy_process_group(own)
         # Memory that is set up waits for nobody, either.
         own = dist.new_group([0, 1])
