@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
-from ddp_from_scratch.launch.fork_server import ForkedRank, ForkServer, can_fork
-from ddp_from_scratch.launch.nodes import FarRank, Link, Nodes
+from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
+from ddp_from_scratch.launch.nodes import Link, Nodes
 from ddp_from_scratch.launch.rank_process import say
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -30,8 +30,7 @@ _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
 _STOPPED_S = 5.0  # a rank of an elastic job counts as lost after SIGSTOP for this long
 _GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
-# A rank, or mpirun. `pid` is None for a rank on another machine.
-Child: TypeAlias = subprocess.Popen[bytes] | ForkedRank | FarRank
+Child: TypeAlias = subprocess.Popen[bytes] | RemoteRank  # a rank, or mpirun
 
 
 class Agent:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.fork_server import RemoteRank
 from ddp_from_scratch.launch.rank_process import say
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ EXCHANGE_S = 0.02
 _LAST_WORD_S = 2.0  # for the other machines to hear of a failure
 
 
-@dataclass(eq=False)
+@dataclass
 class Node:
     """Another machine, as its agent reports it."""
 
@@ -45,35 +46,10 @@ class Node:
     ended: bool = False  # its ranks have ended
     left: bool = False  # its agent has left the store
     orders: list[tuple[str, int, int]] = field(default_factory=list)
-    ranks: "dict[int, FarRank]" = field(default_factory=dict)
+    ranks: dict[int, RemoteRank] = field(default_factory=dict)
 
     def is_heard(self, now: float) -> bool:
         return self.ticket is not None and now - self.since <= LOST_S
-
-
-@dataclass(eq=False)
-class FarRank:
-    """A rank on another machine."""
-
-    node: Node
-    member: int
-    exchange: Callable[[], None]
-    code: int | None = None
-    pid: None = None
-
-    def poll(self) -> int | None:
-        self.exchange()
-        return self.code
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None:  # a machine that is lost ends it
-            time.sleep(EXCHANGE_S)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.node.ticket is None:
-            self.code = -number  # no agent has started this rank yet
-        self.node.orders.append(("signal", self.member, number))
 
 
 class Nodes:
@@ -129,9 +105,15 @@ class Nodes:
     def is_lost(self, number: int) -> bool:
         return number in self._nodes and self._nodes[number].lost
 
-    def start(self, number: int, member: int) -> FarRank:
+    def start(self, number: int, member: int) -> RemoteRank:
         node = self._nodes[number]
-        node.ranks[member] = FarRank(node, member, self.exchange)
+
+        def send(rank: RemoteRank, number: int) -> None:
+            if node.ticket is None:
+                rank.returncode = -number  # no agent has started this rank yet
+            node.orders.append(("signal", member, number))
+
+        node.ranks[member] = RemoteRank(self.exchange, send)
         node.orders.append(("start", member, 0))
         return node.ranks[member]
 
@@ -153,9 +135,10 @@ class Nodes:
                 node.lost = True
                 say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
                 for rank in node.ranks.values():
-                    if rank.code is None:
-                        rank.send_signal(signal.SIGKILL)  # it runs if only the network failed
-                        rank.code = -signal.SIGKILL
+                    rank.send_signal(signal.SIGKILL)  # it still runs if only the network failed
+                    rank.returncode = (
+                        -signal.SIGKILL if rank.returncode is None else rank.returncode
+                    )
         self._write()
 
     def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
@@ -164,8 +147,8 @@ class Nodes:
         node.beat, node.since = report["beat"], now
         for member, code in report["codes"].items():
             rank = node.ranks[int(member)]
-            if rank.code is None:
-                rank.code = code
+            if rank.returncode is None:
+                rank.returncode = code
         if self._elastic:
             self.signals += report["signals"][node.signals :]
             node.signals = len(report["signals"])

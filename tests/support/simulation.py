@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ddp_from_scratch import elasticity
 from ddp_from_scratch.elasticity import ElasticRun
 from ddp_from_scratch.errors import CommunicationError, UsageError
-from ddp_from_scratch.launch import agent, elastic, nodes
+from ddp_from_scratch.launch import agent, elastic, fork_server, nodes
 from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore, NodeAgent
 from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
 
@@ -210,6 +210,7 @@ REPLACED = {
     agent: "time subprocess say _is_stopped",
     elastic: "time say",
     nodes: "time say threading",
+    fork_server: "time",
     elasticity: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
     "cut_when_broken hand_on",
 }
