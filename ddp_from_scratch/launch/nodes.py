@@ -135,10 +135,9 @@ class Nodes:
                 node.lost = True
                 say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
                 for rank in node.ranks.values():
-                    rank.send_signal(signal.SIGKILL)  # it still runs if only the network failed
-                    rank.returncode = (
-                        -signal.SIGKILL if rank.returncode is None else rank.returncode
-                    )
+                    if rank.returncode is None:
+                        rank.send_signal(signal.SIGKILL)  # it runs if only the network failed
+                        rank.returncode = -signal.SIGKILL
         self._write()
 
     def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
