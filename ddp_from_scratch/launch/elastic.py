@@ -274,10 +274,10 @@ class NodeAgent(Agent):
         # Machine 0 forwards the first signal to all ranks.
         if len(self._received) > (0 if self._cut_off else 1):
             return self._stopped()
-        if link.job is not None and not self._cut_off:
+        if not self._cut_off:
             if link.job["end"] is not None:
                 return int(link.job["end"])
-            orders = link.job["orders"].get(str(link.ticket))
+            orders = link.job["orders"].get(link.ticket)
             if orders is None:
                 say("another command has taken this machine's place: its ranks were stopped")
                 return 1

@@ -260,30 +260,35 @@ def no_answer(machine: int, silence: float) -> str:
 # On the other machines ----------------------------------------------------------------------------
 
 
-def arrive(
-    store: "dist.Store", node: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
-) -> int:
-    """Asks machine 0 to admit this machine; returns the ticket of this agent."""
-    arrival = {"node": node, "counts": list(counts), "elastic": elastic, "asked": dict(asked)}
-    try:
-        ticket: int = store.add("tickets", 1)
-        store.set(f"arrival {ticket}", json.dumps(arrival))
-        while not store.check([f"answer {ticket}"]):
-            time.sleep(EXCHANGE_S)
-        text = store.get(f"answer {ticket}").decode()
-    except RuntimeError:  # the store is gone
-        text = "the job ended before machine 0 let this machine in"
-    if text:
-        raise UsageError(text)
-    return ticket
-
-
 class Link:
-    """Exchanges reports and orders with machine 0, in a thread: a call to a lost store blocks."""
+    """Exchanges reports and orders with machine 0, in a thread: a call to a lost store blocks.
 
-    def __init__(self, store: "dist.Store", ticket: int, timeout: float) -> None:
-        self.ticket, self.timeout, self._store = ticket, timeout, store
-        self.job: dict[str, Any] | None = None  # the last job state that machine 0 has written
+    The constructor asks machine 0 to admit this machine; a UsageError if that refuses.
+    """
+
+    def __init__(
+        self,
+        store: "dist.Store",
+        node: int,
+        counts: Sequence[int],
+        elastic: bool,
+        asked: Mapping[str, str],
+        timeout: float,
+    ) -> None:
+        arrival = {"node": node, "counts": list(counts), "elastic": elastic, "asked": dict(asked)}
+        try:
+            self.ticket = str(store.add("tickets", 1))
+            store.set(f"arrival {self.ticket}", json.dumps(arrival))
+            while not store.check([f"answer {self.ticket}"]):
+                time.sleep(EXCHANGE_S)
+            refusal = store.get(f"answer {self.ticket}").decode()
+        except RuntimeError:  # the store is gone
+            refusal = "the job ended before machine 0 let this machine in"
+        if refusal:
+            raise UsageError(refusal)
+        self.timeout, self._store = timeout, store
+        # The last state that machine 0 has written.
+        self.job: dict[str, Any] = {"orders": {self.ticket: []}, "failure": None, "end": None}
         self.report: dict[str, Any] = {"codes": {}, "signals": [], "failure": None, "ended": False}
         self.heard = time.monotonic()  # the time of machine 0's last heartbeat
         self.is_closed = False  # True once machine 0's store is gone
@@ -292,7 +297,7 @@ class Link:
         self._thread.start()
 
     def failure(self) -> str | None:
-        reason: str | None = None if self.job is None else self.job["failure"]
+        reason: str | None = self.job["failure"]
         silence = time.monotonic() - self.heard
         if reason is None and self.is_closed and not self.report["ended"]:
             reason = "machine 0 no longer answers"
@@ -306,7 +311,7 @@ class Link:
 
     def may_leave(self) -> bool:
         self.report["ended"] = True
-        return self.is_closed or (self.job is not None and self.job["end"] is not None)
+        return self.is_closed or self.job["end"] is not None
 
     def close(self, code: int) -> None:
         self.report["ended"] = self._last = True
@@ -323,7 +328,7 @@ class Link:
                 # The reply confirms that the report has arrived.
                 if self._store.check(["job"]) and not last:
                     job = json.loads(self._store.get("job"))
-                    if self.job is None or job["beat"] != self.job["beat"]:
+                    if job["beat"] != self.job.get("beat"):
                         self.heard = time.monotonic()
                     self.job = job
             except RuntimeError:  # machine 0's store is gone

@@ -23,7 +23,7 @@ from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
-from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
+from ddp_from_scratch.launch.nodes import Link, Nodes
 from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG, run_to_exit, say
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def start_ranks(
             if node_rank == 0:
                 peers = Nodes(store, counts, elastic, asked, timeout)
             else:
-                peers = Link(store, arrive(store, node_rank, counts, elastic, asked), timeout)
+                peers = Link(store, node_rank, counts, elastic, asked, timeout)
         else:
             common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
         if max_restarts is None:

@@ -222,12 +222,13 @@ def test_ranks_of_an_elastic_job(name, job, capfd):
 
 
 class Link:
-    ticket, timeout, job = 7, 40.0, None
+    ticket, timeout = "7", 40.0
     is_closed, silent_since = False, float("inf")
 
     def __init__(self, job):
         self._job, self.report, self.closed_with = job, {}, None
         job.link = self
+        job.hears()
 
     @property
     def heard(self):
