@@ -18,9 +18,9 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.fork_server import RemoteRank
@@ -32,6 +32,14 @@ if TYPE_CHECKING:
 LOST_S = 5.0
 EXCHANGE_S = 0.02
 _LAST_WORD_S = 2.0  # for the other machines to hear of a failure
+
+
+class Job(NamedTuple):
+    """What must be equal on all machines."""
+
+    counts: list[int]  # of the ranks of each
+    elastic: bool
+    asked: dict[str, str]  # options, by name
 
 
 @dataclass
@@ -58,17 +66,10 @@ class Nodes:
     In `timeout` seconds a machine must arrive (elastic jobs) or answer (other jobs).
     """
 
-    def __init__(
-        self,
-        store: "dist.Store",
-        counts: Sequence[int],
-        elastic: bool,
-        asked: Mapping[str, str],
-        timeout: float,
-    ) -> None:
-        self._store, self._elastic, self._asked = store, elastic, asked
-        self._counts, self._at_start, self._timeout = list(counts), len(counts), timeout
-        self._nodes = {number: Node(time.monotonic()) for number in range(1, len(counts))}
+    def __init__(self, store: "dist.Store", job: Job, timeout: float) -> None:
+        self._store, self._elastic, self._asked = store, job.elastic, job.asked
+        self._counts, self._at_start, self._timeout = [*job.counts], len(job.counts), timeout
+        self._nodes = {number: Node(time.monotonic()) for number in range(1, self._at_start)}
         self._waiting: dict[int, float] = {}  # by ticket without an answer: when it arrived
         self._drawn = 0  # the last ticket
         self.signals: list[int] = []  # received by other agents; `ElasticAgent` takes them
@@ -266,19 +267,10 @@ class Link:
     The constructor asks machine 0 to admit this machine; a UsageError if that refuses.
     """
 
-    def __init__(
-        self,
-        store: "dist.Store",
-        node: int,
-        counts: Sequence[int],
-        elastic: bool,
-        asked: Mapping[str, str],
-        timeout: float,
-    ) -> None:
-        arrival = {"node": node, "counts": list(counts), "elastic": elastic, "asked": dict(asked)}
+    def __init__(self, store: "dist.Store", node: int, job: Job, timeout: float) -> None:
         try:
             self.ticket = str(store.add("tickets", 1))
-            store.set(f"arrival {self.ticket}", json.dumps(arrival))
+            store.set(f"arrival {self.ticket}", json.dumps({"node": node} | job._asdict()))
             while not store.check([f"answer {self.ticket}"]):
                 time.sleep(EXCHANGE_S)
             refusal = store.get(f"answer {self.ticket}").decode()

@@ -23,7 +23,7 @@ from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
-from ddp_from_scratch.launch.nodes import Link, Nodes
+from ddp_from_scratch.launch.nodes import Job, Link, Nodes
 from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG, run_to_exit, say
 
 if TYPE_CHECKING:
@@ -90,7 +90,6 @@ def start_ranks(
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
     if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
         raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
-    elastic = max_restarts is not None
     peers: Nodes | Link | None = None
     with ExitStack() as stack:
         folder = stack.enter_context(_run_folder())
@@ -104,10 +103,10 @@ def start_ranks(
 
             met = stack.enter_context(open_store(node_rank, master_addr, master_port, timeout))
             store, common = met[0], common | met[1]
-            if node_rank == 0:
-                peers = Nodes(store, counts, elastic, asked, timeout)
-            else:
-                peers = Link(store, node_rank, counts, elastic, asked, timeout)
+            job = Job([*counts], max_restarts is not None, {**asked})
+            peers = (
+                Link(store, node_rank, job, timeout) if node_rank else Nodes(store, job, timeout)
+            )
         else:
             common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
         if max_restarts is None:
@@ -123,8 +122,8 @@ def start_ranks(
 
         if isinstance(peers, Link):
             return NodeAgent(command, environment_of, (), preload, peers).run()
-        job = counts, max_restarts, JobStore(store)
-        return ElasticAgent(command, environment_of, *job, preload, peers).run()
+        mine = counts, max_restarts, JobStore(store)
+        return ElasticAgent(command, environment_of, *mine, preload, peers).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:

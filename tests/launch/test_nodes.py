@@ -19,7 +19,7 @@ class Job:
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
         self.store = dist.HashStore()
         self.joined, self.most = [], 9
-        self.machines = Nodes(self.store, counts, elastic, {"--lr": "0.1"}, 60.0)
+        self.machines = Nodes(self.store, nodes.Job(counts, elastic, {"--lr": "0.1"}), 60.0)
 
     def comes(self, node, *counts, lr="0.1", elastic=True):
         """An agent of this machine comes; its answer, None where there is none yet."""
@@ -186,7 +186,7 @@ def until(holds):
 
 
 def test_machine_0_has_gone():
-    asks = 1, [1, 1], False, {}, 60.0
+    asks = 1, nodes.Job([1, 1], False, {}), 60.0
     gone = Mock(**{"get.return_value": b"", "set.side_effect": [None] + [RuntimeError] * 2})
     link = Link(gone, *asks)
     until(lambda: link.is_closed)

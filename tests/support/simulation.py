@@ -30,7 +30,7 @@ from ddp_from_scratch.elasticity import ElasticRun
 from ddp_from_scratch.errors import CommunicationError, UsageError
 from ddp_from_scratch.launch import agent, elastic, fork_server, nodes
 from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore, NodeAgent
-from ddp_from_scratch.launch.nodes import Link, Nodes
+from ddp_from_scratch.launch.nodes import Job, Link, Nodes
 
 STEPS, STEP_S, MAX_RESTARTS = 12, 0.5, 4
 LIMIT_S = 600.0  # of virtual time: a job that lasts longer waits for ever
@@ -293,9 +293,9 @@ class Simulation:
         number, store = process.machine, Store(process)
         arguments = ["true"], lambda member: {"DDP_MEMBER": str(member)}
         if number:
-            link: Any = Link(store, number, self.counts, True, {}, 60.0)
+            link: Any = Link(store, number, Job(self.counts, True, {}), 60.0)
             return NodeAgent(*arguments, (), peers=link).run()
-        others = Nodes(store, self.counts, True, {}, 60.0) if len(self.counts) > 1 else None
+        others = Nodes(store, Job(self.counts, True, {}), 60.0) if len(self.counts) > 1 else None
         job = self.counts, MAX_RESTARTS, JobStore(store)
         return ElasticAgent(*arguments, *job, peers=others).run()
 
