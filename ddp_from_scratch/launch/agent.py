@@ -17,6 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
@@ -33,6 +34,7 @@ _GRACE_S = 5.0  # between SIGTERM and SIGKILL
 Child: TypeAlias = subprocess.Popen[bytes] | RemoteRank  # a rank, or mpirun
 
 
+@dataclass(eq=False)
 class Agent:
     """The ranks of this machine, which end together.
 
@@ -41,22 +43,17 @@ class Agent:
     3. End: stop the ranks that still run.
     """
 
-    _pause = 0.05  # seconds between two looks at the ranks
+    command: Sequence[str]
+    environment: Callable[[int], dict[str, str]]
+    members: Iterable[int]
+    preload: Sequence[str] = ()
+    peers: Nodes | Link | None = None
+    # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
+    ladder: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)
+    set_up: Callable[[], object] | None = None  # runs in a child that is not forked
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Callable[[int], dict[str, str]],
-        members: Iterable[int],
-        preload: Sequence[str] = (),
-        peers: Nodes | Link | None = None,
-        # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
-        ladder: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL),
-        set_up: Callable[[], object] | None = None,  # runs in a child that is not forked
-    ) -> None:
-        self._command, self._environment = list(command), environment
-        self._at_start, self._preload, self._peers = members, preload, peers
-        self._ladder, self._set_up = ladder, set_up
+    def __post_init__(self) -> None:
+        self._pause = 0.05  # seconds between two looks at the ranks
         self._server: ForkServer | None = None
         self._children: dict[int, Child] = {}
         # Handlers only append and `_pass_on` reads, because a signal may arrive between two starts.
@@ -73,31 +70,31 @@ class Agent:
         handlers = {number: signal.signal(number, self._remember) for number in numbers}
         code: int | None = None
         try:
-            if can_fork(self._command):
-                self._server = ForkServer(self._preload)
-            for member in self._at_start:
+            if can_fork(self.command):
+                self._server = ForkServer(self.preload)
+            for member in self.members:
                 self._start(member)
             while (code := self._look()) is None:
                 time.sleep(self._pause)
         finally:
             self._end_all()
-            if self._peers is not None:
-                self._peers.close(1 if code is None else code)
+            if self.peers is not None:
+                self.peers.close(1 if code is None else code)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return code
 
     def _start(self, member: int) -> None:
-        environ = os.environ | self._environment(member)
+        environ = os.environ | self.environment(member)
         if self._server is not None:
-            self._children[member] = self._server.start(self._command, environ)
+            self._children[member] = self._server.start(self.command, environ)
         else:
             self._children[member] = subprocess.Popen(
-                self._command,
+                self.command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                preexec_fn=self._set_up,
+                preexec_fn=self.set_up,
             )
 
     def _remember(self, number: int, frame: FrameType | None = None) -> None:
@@ -111,7 +108,7 @@ class Agent:
         while self._passed_on < len(self._received):
             if self._passed_on == 0:
                 say("stopping all ranks; once more ends them at once")
-            self._signal(self._ladder[min(self._passed_on, len(self._ladder) - 1)])
+            self._signal(self.ladder[min(self._passed_on, len(self.ladder) - 1)])
             self._passed_on += 1
 
     def _look(self) -> int | None:
@@ -121,7 +118,7 @@ class Agent:
             return self._ended()
         codes = {member: child.poll() for member, child in self._children.items()}
         if all(code == 0 for code in codes.values()):
-            if self._peers is None or self._peers.may_leave() or self._received:
+            if self.peers is None or self.peers.may_leave() or self._received:
                 return 0
         elif self._received:
             # Ranks that were asked to stop exit one after another with the signal's code. If one
@@ -130,7 +127,7 @@ class Agent:
                 return self._stopped()
         elif failed := [(member, code) for member, code in codes.items() if code]:
             return self._failed(*failed[0])
-        if self._peers is None or (reason := self._peers.failure()) is None:
+        if self.peers is None or (reason := self.peers.failure()) is None:
             return None
         # A rank that agreed with its peers to stop has their exit code, and a peer says why.
         self._await_end(1.0)
@@ -160,8 +157,8 @@ class Agent:
 
     def _tell_peers(self, reason: str, code: int) -> int:
         """Tells the other machines why this one ends; returns the exit code."""
-        if self._peers is not None:
-            self._peers.tell_failure(reason)
+        if self.peers is not None:
+            self.peers.tell_failure(reason)
         return code
 
     def _server_code(self) -> int | None:
@@ -169,8 +166,8 @@ class Agent:
         return None if self._server is None else self._server.returncode
 
     def _name(self, member: int) -> str:
-        rank = self._environment(member).get("RANK")
-        return Path(self._command[0]).name if rank is None else f"rank {rank}"
+        rank = self.environment(member).get("RANK")
+        return Path(self.command[0]).name if rank is None else f"rank {rank}"
 
     def _end_all(self) -> None:
         """Sends SIGTERM to all running children, then SIGKILL. Idempotent."""

@@ -15,7 +15,8 @@ A process reads only the announcement; the agent alone reads every report.
 import json
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -89,26 +90,19 @@ class FileStore:
         return (self._folder / key).read_bytes()
 
 
+@dataclass(kw_only=True, eq=False)
 class ElasticAgent(Agent):
     """Machine 0's agent of an elastic job; `counts` are the ranks of each machine at the start."""
 
-    _peers: Nodes | None
+    peers: Nodes | None = None
+    counts: Sequence[int]
+    max_restarts: int
+    store: JobStore
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Callable[[int], dict[str, str]],
-        counts: Sequence[int],
-        max_restarts: int,
-        store: JobStore,
-        preload: Sequence[str] = (),
-        peers: Nodes | None = None,
-    ) -> None:
-        self._machines = [node for node, count in enumerate(counts) for _ in range(count)]
-        everyone = range(len(self._machines))
-        super().__init__(command, environment, everyone, preload, peers)
-        self._max_restarts, self._store = max_restarts, store
-        self._living: set[int] = set(everyone)  # the numbers of the running processes
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._machines = [node for node, count in enumerate(self.counts) for _ in range(count)]
+        self._living: set[int] = set(self.members)  # the numbers of the running processes
         self._said: dict[int, Member] = {}  # each one's last report
         self._generation, self._announced_at = Generation(), 0.0
         self._ended_well, self._failures = False, 0
@@ -116,10 +110,10 @@ class ElasticAgent(Agent):
         self._announce(self._living)
 
     def _start(self, member: int) -> None:
-        self._store.say(member, Member())
+        self.store.say(member, Member())
         machine = self._machines[member]
-        if self._peers is not None and machine:
-            self._children[member] = self._peers.start(machine, member)
+        if self.peers is not None and machine:
+            self._children[member] = self.peers.start(machine, member)
         else:
             super()._start(member)
 
@@ -135,15 +129,15 @@ class ElasticAgent(Agent):
     def _look(self) -> int | None:
         """Returns the exit code once all running processes have exited with 0 or the job ends."""
         self._pass_on()
-        if self._peers is not None:
-            self._peers.exchange()
-            while self._peers.signals:
-                self._remember(self._peers.signals.pop(0))
+        if self.peers is not None:
+            self.peers.exchange()
+            while self.peers.signals:
+                self._remember(self.peers.signals.pop(0))
         if self._ended_by:
             return self._ended()
         codes = {member: self._children[member].poll() for member in sorted(self._living)}
         # Read after the exit codes, so that the report of an exited process is complete.
-        self._said = {member: self._store.member(member) for member in codes}
+        self._said = {member: self.store.member(member) for member in codes}
         for member, code in codes.items():
             if code is None:
                 continue
@@ -159,10 +153,10 @@ class ElasticAgent(Agent):
         self._note_arrivals()
         if not self._received:
             self._regroup()
-            if self._peers is not None:
+            if self.peers is not None:
                 # Known only after the job has begun.
                 able = [self._said[member].most_ranks for member in self._carriers()]
-                for machine in self._peers.admit(min(able, default=0), len(self._living)):
+                for machine in self.peers.admit(min(able, default=0), len(self._living)):
                     self._start_another(machine)
         self._pause = 0.02 if self._generation.steps else _MEETING_S
         return None
@@ -190,7 +184,7 @@ class ElasticAgent(Agent):
             say(f"{where} failed again with {text}; all other ranks were stopped")
             return code
         machine = self._machines[member]
-        is_lost = self._peers is not None and self._peers.is_lost(machine)
+        is_lost = self.peers is not None and self.peers.is_lost(machine)
         if is_lost:
             how = f"was on machine {machine}"
         if code != _USAGE and said.most_ranks and not has_carriers:
@@ -202,9 +196,9 @@ class ElasticAgent(Agent):
         if not is_lost:  # a lost machine gets its ranks back when it rejoins
             self._last_failure = failure
             self._failures += 1
-            then = f"; no replacement is left of {self._max_restarts}"
-            if self._failures <= self._max_restarts:
-                then = f"; starting another (failure {self._failures} of {self._max_restarts})"
+            then = f"; no replacement is left of {self.max_restarts}"
+            if self._failures <= self.max_restarts:
+                then = f"; starting another (failure {self._failures} of {self.max_restarts})"
                 self._start_another(machine)
         left = len(self._living & set(self._generation.members))
         ranks = "1 rank" if left == 1 else f"{left} ranks"
@@ -221,14 +215,14 @@ class ElasticAgent(Agent):
             generation = generation._replace(steps=[one.step for one in said])
         if generation != self._generation:
             self._generation = generation
-            self._store.announce(generation)
+            self.store.announce(generation)
 
     def _regroup(self) -> None:
         number, members, *_ = self._generation
         present = self._living & set(members)
         asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
         lost = any(  # one that exited with 0 counts only if its peers wait for it to arrive
-            self._children[member].poll() or self._store.member(member).arrived < number
+            self._children[member].poll() or self.store.member(member).arrived < number
             for member in set(members) - present
         )
         # One that joins waits a moment, until all members have come to the last generation.
@@ -244,20 +238,23 @@ class ElasticAgent(Agent):
         machines = [self._machines[member] for member in ordered]
         self._generation = Generation(self._generation.number + 1, ordered, machines)
         self._announced_at = time.monotonic()
-        self._store.announce(self._generation)
+        self.store.announce(self._generation)
 
 
 class NodeAgent(Agent):
     """The agent of an elastic job on a machine other than machine 0; starts what that orders."""
 
-    _peers: Link
-    _pause = EXCHANGE_S / 2
-    _cut_off = False
-    _done = 0  # orders obeyed so far
+    peers: Link
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._pause = EXCHANGE_S / 2
+        self._done = 0  # orders obeyed so far
+        self._cut_off = False
 
     def _look(self) -> int | None:
         """Obeys machine 0 until it ends the job; returns the exit code."""
-        link = self._peers
+        link = self.peers
         self._report()
         if self._server_code() is not None and not self._received:
             return self._failed(0, 1)
@@ -295,7 +292,7 @@ class NodeAgent(Agent):
         # If the fork server is lost, machine 0 must not hear that its ranks are: it would replace
         # them on this machine. It loses the whole machine instead, as if it were switched off.
         if self._server_code() is None:
-            self._peers.report |= {"codes": codes, "signals": list(self._received)}
+            self.peers.report |= {"codes": codes, "signals": list(self._received)}
 
     def _end_all(self) -> None:
         super()._end_all()

@@ -104,9 +104,10 @@ def start_ranks(
             met = stack.enter_context(open_store(node_rank, master_addr, master_port, timeout))
             store, common = met[0], common | met[1]
             job = Job([*counts], max_restarts is not None, {**asked})
-            peers = (
-                Link(store, node_rank, job, timeout) if node_rank else Nodes(store, job, timeout)
-            )
+            if node_rank == 0:
+                peers = Nodes(store, job, timeout)
+            else:
+                peers = Link(store, node_rank, job, timeout)
         else:
             common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
         if max_restarts is None:
@@ -122,8 +123,16 @@ def start_ranks(
 
         if isinstance(peers, Link):
             return NodeAgent(command, environment_of, (), preload, peers).run()
-        mine = counts, max_restarts, JobStore(store)
-        return ElasticAgent(command, environment_of, *mine, preload, peers).run()
+        return ElasticAgent(
+            command,
+            environment_of,
+            range(sum(counts)),
+            preload,
+            peers=peers,
+            counts=counts,
+            max_restarts=max_restarts,
+            store=JobStore(store),
+        ).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:

@@ -215,8 +215,8 @@ def environment(member):
 @pytest.mark.parametrize("name", ELASTIC)
 def test_ranks_of_an_elastic_job(name, job, capfd):
     case = ELASTIC[name]
-    counts = [case.nproc], case.max_restarts
-    check(case, job, capfd, ElasticAgent(["true"], environment, *counts, job.said))
+    mine = {"counts": [case.nproc], "max_restarts": case.max_restarts, "store": job.said}
+    check(case, job, capfd, ElasticAgent(["true"], environment, range(case.nproc), **mine))
     started = case.nproc + sum("starting another" in line for line in case.said)
     assert [rank.environ["DDP_MEMBER"] for rank in job.ranks] == [*map(str, range(started))]
 

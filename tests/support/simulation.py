@@ -296,8 +296,8 @@ class Simulation:
             link: Any = Link(store, number, Job(self.counts, True, {}), 60.0)
             return NodeAgent(*arguments, (), peers=link).run()
         others = Nodes(store, Job(self.counts, True, {}), 60.0) if len(self.counts) > 1 else None
-        job = self.counts, MAX_RESTARTS, JobStore(store)
-        return ElasticAgent(*arguments, *job, peers=others).run()
+        job: Any = {"counts": self.counts, "max_restarts": MAX_RESTARTS, "store": JobStore(store)}
+        return ElasticAgent(*arguments, range(sum(self.counts)), peers=others, **job).run()
 
     def _rank(self, process: Process) -> int:
         self.sleep(self.random.uniform(0.0, 1.0))  # it imports
