@@ -85,7 +85,7 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
             advice = "use the mpirun of the MPI that mpi4py loads"
         elif by == "srun":
             advice = "add --mpi=pmix"
-        elif environment.started_here(environ):
+        elif environment.STARTED_HERE in environ:
             by = "start_ranks"  # which sets the same variables as torchrun
         raise UsageError(f"{by} started {started} processes but MPI sees {seen}: {advice}")
 

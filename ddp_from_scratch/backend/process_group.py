@@ -49,6 +49,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
         # These constructors are collective, so all ranks must call them in this order.
         self._nodes = Nodes.of(everyone)
+        self.machines = self._nodes.count  # a rank that shares no memory counts as one
         self.checked_barrier = CheckedBarrier(self._nodes, progress)
         self._windows = Windows(self._nodes.node)
         self._stage = Stage(self._nodes, self.checked_barrier)
@@ -70,11 +71,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @property
     def shares_memory(self) -> bool:
         return bool(self._stage.shares_memory)
-
-    @property
-    def machines(self) -> int:
-        """The number of machines; a rank that shares no memory counts as one."""
-        return self._nodes.count
 
     def getBackendName(self) -> str:
         return self.backend

@@ -85,15 +85,6 @@ class ProcessWatch:
     __del__ = close
 
 
-def this_machine() -> str:
-    """Returns a name that no other machine has."""
-    # Host names may coincide; a container with its own network counts as a machine.
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
-        return f"process {os.getpid()}"  # not Linux, where ranks share no memory
-    return f"{boot.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-
-
 @dataclass
 class GlooTransport:
     """A `Transport` that sends objects through torch's store and tensors through gloo."""
@@ -154,7 +145,10 @@ class GlooTransport:
         return self._part(color, self.allgather(color))
 
     def split_by_machine(self) -> "GlooTransport":
-        here = this_machine()
+        here, boot = f"process {os.getpid()}", Path("/proc/sys/kernel/random/boot_id")
+        if boot.exists():  # else not Linux, where ranks share no memory
+            # Host names may coincide; a container with its own network counts as a machine.
+            here = f"{boot.read_text().strip()} {os.stat('/proc/self/ns/net').st_ino}"
         found = self.allgather((here, os.getpid()))
         pids = [0] * (max(self.world_ranks) + 1)
         for world_rank, (machine, pid) in zip(self.world_ranks, found, strict=True):

@@ -161,9 +161,9 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def say(text: str) -> None:
-    """Prints a line to standard error."""
-    write_line(text, sys.stderr)
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints a line, to standard error by default; to /dev/null from then on if that fails."""
+    flush(sys.stderr if stream is None else stream, f"{text}\n")
 
 
 def replace_closed_streams() -> None:
@@ -174,11 +174,6 @@ def replace_closed_streams() -> None:
             stream = open(os.devnull, "r+")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
-
-
-def write_line(text: str, stream: TextIO) -> None:
-    """Prints a line and flushes it; redirects the stream to /dev/null if that fails."""
-    flush(stream, f"{text}\n")
 
 
 def flush(stream: TextIO, text: str = "") -> None:
@@ -192,4 +187,4 @@ def flush(stream: TextIO, text: str = "") -> None:
         os.close(null)
         if stream is sys.stdout:
             why = f"warning: standard output cannot be written to ({error.strerror})"
-            write_line(f"{why}: continuing without", sys.stderr)
+            say(f"{why}: continuing without")

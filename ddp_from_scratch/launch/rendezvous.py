@@ -16,7 +16,6 @@ import ipaddress
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import MACHINE_0
-from ddp_from_scratch.launch.rank_process import write_line
+from ddp_from_scratch.launch.rank_process import say
 
 SECRET = "DDP_SECRET"
 _LEAST_SECRET = 16  # characters
@@ -96,10 +95,9 @@ def _secret(node_rank: int, addr: str, port: int) -> bytes:
                 f"own on every machine"
             )
         secret = secrets.token_hex(16)
-        write_line(
+        say(
             f"machine 0 waits at {addr}:{port}; on the others, before the command: "
-            f"export {SECRET}={secret}",
-            sys.stderr,
+            f"export {SECRET}={secret}"
         )
     if len(secret) < _LEAST_SECRET:
         raise UsageError(
