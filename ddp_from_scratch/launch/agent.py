@@ -51,6 +51,7 @@ class Agent:
     # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
     ladder: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)
     set_up: Callable[[], object] | None = None  # runs in a child that is not forked
+    name: str = "rank {}"  # of a member
 
     def __post_init__(self) -> None:
         self._pause = 0.05  # seconds between two looks at the ranks
@@ -147,7 +148,7 @@ class Agent:
         return self._tell_peers(f"ended by {name}", 128 + self._ended_by)
 
     def _failed(self, member: int, code: int) -> int:
-        name, others = self._name(member), "; all other ranks were stopped"
+        name, others = self.name.format(member), "; all other ranks were stopped"
         if (of_server := self._server_code()) is not None:
             name, others = "the fork server, from which all ranks here were started,", ""
             code = of_server
@@ -164,10 +165,6 @@ class Agent:
     def _server_code(self) -> int | None:
         """Returns the fork server's exit code; None until a poll has found that it has ended."""
         return None if self._server is None else self._server.returncode
-
-    def _name(self, member: int) -> str:
-        rank = self.environment(member).get("RANK")
-        return Path(self.command[0]).name if rank is None else f"rank {rank}"
 
     def _end_all(self) -> None:
         """Sends SIGTERM to all running children, then SIGKILL. Idempotent."""

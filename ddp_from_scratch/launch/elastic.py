@@ -98,6 +98,7 @@ class ElasticAgent(Agent):
     counts: Sequence[int]
     max_restarts: int
     store: JobStore
+    name: str = "process {}"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,9 +123,6 @@ class ElasticAgent(Agent):
         self._machines.append(machine)
         self._living.add(member)
         self._start(member)
-
-    def _name(self, member: int) -> str:
-        return f"process {member}"
 
     def _look(self) -> int | None:
         """Returns the exit code once all running processes have exited with 0 or the job ends."""

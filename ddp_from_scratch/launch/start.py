@@ -111,9 +111,9 @@ def start_ranks(
         else:
             common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
         if max_restarts is None:
-            ranks = environment.rank_environments(counts, node_rank)
-            here = range(len(ranks))
-            return Agent(command, lambda at: common | ranks[at], here, preload, peers).run()
+            here = environment.rank_environments(counts, node_rank)
+            ranks = {int(variables["RANK"]): common | variables for variables in here}
+            return Agent(command, ranks.__getitem__, ranks, preload, peers).run()
         (alone,) = environment.rank_environments([1], 0)  # its world until its first generation
 
         def environment_of(member: int) -> dict[str, str]:
@@ -153,6 +153,7 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
         ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),
         set_up=set_up,
+        name=Path(full[0]).name,
     ).run()
 
 
