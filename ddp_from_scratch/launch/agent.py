@@ -53,8 +53,9 @@ class Agent:
     set_up: Callable[[], object] | None = None  # runs in a child that is not forked
     name: str = "rank {}"  # of a member
 
+    _pause = 0.05  # seconds between two looks at the ranks
+
     def __post_init__(self) -> None:
-        self._pause = 0.05  # seconds between two looks at the ranks
         self._server: ForkServer | None = None
         self._children: dict[int, Child] = {}
         # Handlers only append and `_pass_on` reads, because a signal may arrive between two starts.

@@ -244,11 +244,9 @@ class NodeAgent(Agent):
 
     peers: Link
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._pause = EXCHANGE_S / 2
-        self._done = 0  # orders obeyed so far
-        self._cut_off = False
+    _pause = EXCHANGE_S / 2
+    _done = 0  # orders obeyed so far
+    _cut_off = False
 
     def _look(self) -> int | None:
         """Obeys machine 0 until it ends the job; returns the exit code."""
