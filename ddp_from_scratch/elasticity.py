@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.group import look_for_lost_ranks, wait
@@ -192,16 +193,10 @@ class ElasticRun:
     """The steps of a run that continues without lost ranks; see `elastic`."""
 
     def __init__(
-        self,
-        world: World,
-        reducer: Reducer,
-        optimizer: torch.optim.Optimizer,
-        *others: "Stateful",
-        timeout: float,
+        self, membership: Membership, reducer: Reducer, optimizer: Optimizer, *others: "Stateful"
     ) -> None:
         self.step = 0  # the number of steps that are finished
-        self._membership = Membership(world, reducer.virtual_rank_count, timeout)
-        self._reducer = reducer
+        self._membership, self._reducer = membership, reducer
         self._stateful: list[Stateful] = [optimizer, *others]
         self._stepped = False  # True once the optimizer has stepped, which finishes the step
         optimizer.register_step_post_hook(self._note_step)
@@ -307,7 +302,7 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def elastic(
     world: World,
     reducer: Reducer,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     *others: "Stateful",
     timeout: float = 600.0,
 ) -> ElasticRun:
@@ -343,9 +338,10 @@ def elastic(
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")
     _ = reducer.virtual_rank_range  # raises without it: fewer ranks would see fewer samples
-    if any(isinstance(one, torch.optim.Optimizer) for one in others):
+    if any(isinstance(one, Optimizer) for one in others):
         raise TypeError(
             "ddp.elastic takes one optimizer, which steps once in an attempt: give it all "
             "parameters, in groups where they need settings of their own"
         )
-    return ElasticRun(world, reducer, optimizer, *others, timeout=timeout)
+    membership = Membership(world, reducer.virtual_rank_count, timeout)
+    return ElasticRun(membership, reducer, optimizer, *others)

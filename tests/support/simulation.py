@@ -303,8 +303,9 @@ class Simulation:
         self.sleep(self.random.uniform(0.0, 1.0))  # it imports
         optimizer = Optimizer()
         most_ranks = max(8, sum(self.counts))
-        reducer = Mock(virtual_rank_count=most_ranks, module=torch.nn.Module())
-        run: Any = ElasticRun(Mock(rank=0), reducer, optimizer, timeout=60.0)
+        reducer = Mock(module=torch.nn.Module())
+        membership: Any = elasticity.Membership(Mock(rank=0), most_ranks, 60.0)
+        run: Any = ElasticRun(membership, reducer, optimizer)
         for attempt in run.attempts(STEPS):
             with attempt:
                 self.sleep(STEP_S * self.random.uniform(0.5, 1.5))
