@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.launch import environment
 
-PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
@@ -24,14 +24,15 @@ def die_with_parent() -> None:
     parent = os.environ.get(environment.PARENT)
     # Without a launcher to wait for it, a rank started by hand may outlive its shell.
     launched = environment.launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
-    if not sys.platform.startswith("linux") or (parent is None and not launched):
+    if parent is not None or launched:
+        die_with(os.getppid() if parent is None else int(parent))
+
+
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Makes the kernel send this process a signal when its parent exits. Linux only."""
+    if not sys.platform.startswith("linux"):
         return
-    die_with(os.getppid() if parent is None else int(parent))
-
-
-def die_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent exits. Linux only."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     # Checked afterwards: a parent that exited before the call has sent no signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

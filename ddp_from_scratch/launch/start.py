@@ -1,6 +1,5 @@
 """Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
-import ctypes
 import fcntl
 import os
 import pickle
@@ -24,7 +23,7 @@ from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.nodes import Job, Link, Nodes
-from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG, run_to_exit, say
+from ddp_from_scratch.launch.rank_process import die_with, run_to_exit, say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -143,16 +142,13 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         if os.isatty(stream):
             defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
-    set_up = None
-    if sys.platform.startswith("linux"):  # mpirun cannot set this, as ranks in `die_with_parent` do
-        set_up = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
     return Agent(
         full,
         lambda _: defaults | os.environ,
         range(1),
         # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
         ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),
-        set_up=set_up,
+        set_up=partial(die_with, os.getpid(), signal.SIGTERM),  # which mpirun itself does not do
         name=Path(full[0]).name,
     ).run()
 
