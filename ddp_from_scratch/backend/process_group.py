@@ -56,7 +56,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows, self._stage)
         self._reduce_here = self._reduce  # for `average_on_machine`
         if self.machines > 1:
-            here = self._nodes.here
+            node = self._nodes.node
+            here = Nodes(everyone=node, node=node, peers=node, count=1)
             stage = Stage(here, self.checked_barrier)
             self._reduce_here = AllReduce(here, self.checked_barrier, self._windows, stage)
         self._exchange = Exchange(self._nodes, self.checked_barrier, self._stage)
@@ -185,16 +186,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 warnings.warn(f"{text}: {error.__cause__}", stacklevel=2)
             return torch.empty(size, dtype=dtype)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Makes a flat uninitialised tensor in shared memory, one per rank. Collective."""
-        return self._allocate("empty", numel, dtype, False)
-
-    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Makes one such tensor for all ranks of a machine. Collective."""
-        return self._allocate("empty_for_all", numel, dtype, True)
-
-    def _allocate(self, kind: str, numel: int, dtype: torch.dtype, for_all: bool) -> torch.Tensor:
-        kind, make = f"{self.backend}.{kind}", self._windows.empty
+    def empty(self, numel: int, dtype: torch.dtype, for_all: bool = False) -> torch.Tensor:
+        """Makes a flat uninitialised tensor in memory that a machine's ranks share. Collective."""
+        kind, make = f"{self.backend}.empty{'_for_all' * for_all}", self._windows.empty
         operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype, for_all)])
         work = self._submit(kind, [], None, [operation])
         work.wait()

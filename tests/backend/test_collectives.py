@@ -165,7 +165,7 @@ def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(world):
 @on("node-6")  # mpi has the same barrier
 def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(world):
     n, r = world.world_size, world.rank
-    came = dist.group.WORLD.empty_for_all(n, torch.int64)  # the round that each has come to
+    came = dist.group.WORLD.empty(n, torch.int64, for_all=True)  # the round that each has come to
     came[r] = 0
     dist.barrier()
     for number in range(1, n + 1):
