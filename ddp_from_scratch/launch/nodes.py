@@ -60,6 +60,9 @@ class Node:
         return self.ticket is not None and now - self.since <= LOST_S
 
 
+Start = Callable[[int, int], str]  # schedules ranks on a machine; returns why not, or ""
+
+
 class Nodes:
     """Machine 0's view of the other machines, through a store that all of them reach.
 
@@ -165,7 +168,6 @@ class Nodes:
         late: list[int] = []
 
         def start(number: int, count: int) -> str:
-            """Schedules `count` ranks on a machine; returns why not, or ""."""
             if running + len(late) + count > most:
                 return f"the job can use {most} ranks, and has {running + len(late)}"
             late.extend([number] * count)
@@ -181,7 +183,7 @@ class Nodes:
         self._waiting |= dict.fromkeys(range(self._drawn + 1, drawn + 1), now)
         self._drawn = drawn
         for ticket, since in list(self._waiting.items()):
-            # An agent that was stopped between the two calls in `arrive` leaves only a ticket.
+            # An agent that was stopped between two calls in `Link` leaves only a ticket.
             if self._store.check([f"arrival {ticket}"]):
                 arrival = json.loads(self._store.get(f"arrival {ticket}"))
                 is_late = now - since > LOST_S + 1
@@ -193,11 +195,7 @@ class Nodes:
         return late
 
     def _answer(
-        self,
-        new: Node,
-        arrival: Mapping[str, Any],
-        is_late: bool,
-        start: Callable[[int, int], str] | None,
+        self, new: Node, arrival: Mapping[str, Any], is_late: bool, start: Start | None
     ) -> str | None:
         """Admits a machine and returns "", or why it is refused; None while it has to wait."""
         number, counts = arrival["node"], arrival["counts"]
