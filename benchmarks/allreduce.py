@@ -132,7 +132,7 @@ def alone() -> dist.ProcessGroup:
 
 def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
     from ddp_from_scratch import mpi
-    from ddp_from_scratch.backend.mpi_transport import MPI
+    from ddp_from_scratch.backend.mpi_group import MPI
 
     dtype, nbytes = tensor.dtype, tensor.nbytes
     beside, of_one, other = gloo(), alone(), tensor.clone()
@@ -193,7 +193,7 @@ def other_contenders(collective: str, backend: str, tensor: torch.Tensor) -> dic
     if backend == "mpi":
         contenders["gloo"] = Contender(partial(call, gloo()))
     if backend == "mpi" and tensor.itemsize > 2:  # MPI itself has no 16-bit floats
-        from ddp_from_scratch.backend.mpi_transport import MPI
+        from ddp_from_scratch.backend.mpi_group import MPI
 
         world, send, receive = MPI.COMM_WORLD, whole.numpy(), other.numpy()
         of_mpi: dict[str, Callable[[], Any]] = {

@@ -1,38 +1,202 @@
-"""Repeats a training step when a rank is lost during it."""
+"""Repeats a training step when a rank is lost during it, in a new group of the other ranks."""
 
+import io
+import os
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.group import look_for_lost_ranks, wait
+from ddp_from_scratch.launch.elastic import NO_STATE, FileStore, Generation, JobStore, Member
+from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
 from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.membership import Membership, hand_on
+from ddp_from_scratch.node import close_default_group, cut_when_broken, drop_tracebacks
 from ddp_from_scratch.reducer import Reducer
-from ddp_from_scratch.waiting import wait
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world import World, replace_group
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
+
+# Seconds to connect once all have arrived; if one dies, gloo's retries take up to 5 times as long.
+# Doubled after each failure, for slow machines.
+_CONNECT_S = 0.5
+_STORE_TIMEOUT = timedelta(seconds=10)
+_POLL_S = 0.005
+
+
+class Meeting(NamedTuple):
+    """The state of the ranks that meet in a new generation."""
+
+    source: int | None  # the first rank with the most finished steps; None if no rank has state
+    same_state: bool  # True if all have finished the same number of steps
+
+
+def _tcp_store() -> dist.TCPStore:
+    # On machine 0; the agents of several machines share it.
+    port = int(os.environ["MASTER_PORT"])
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
+
+
+def job_store() -> JobStore:
+    """Returns the store for messages between this job's agent and its processes."""
+    if MACHINE_0 in os.environ:
+        return JobStore(_tcp_store())
+    return JobStore(FileStore(Path(os.environ[RENDEZVOUS_FILE]).parent))
+
+
+class Membership:
+    """The place of this process in its job's generations (`launch/elastic.py`).
+
+    Each process begins in a group of its own, so it can build its model without the others. At most
+    `most_ranks` ranks can share a step; a collective may take `timeout` seconds.
+    """
+
+    def __init__(self, world: World, most_ranks: int, timeout: float) -> None:
+        self.world, self._most_ranks = world, most_ranks
+        self._timeout = timedelta(seconds=timeout)
+        self.elastic = MEMBER in os.environ  # the agent replaces lost ranks; else one generation
+        if self.elastic:
+            self._store = job_store()
+        self._number = int(os.environ.get(MEMBER, "0"))
+        self._said = Member()
+        self._generation = Generation()
+        self._connect_s = _CONNECT_S
+        self.took_over = False  # true on rank 0, but not in the first process's first group
+
+    @property
+    def in_group(self) -> bool:
+        return not self.elastic or (self._generation.number > 0 and dist.is_initialized())
+
+    @property
+    def changed(self) -> bool:
+        return self._generation.number > 1
+
+    @property
+    def is_over(self) -> bool:
+        """True once a later generation is announced. Only rank 0 looks, and tells the others."""
+        if not self.elastic or self.world.rank:
+            return False
+        return self._store.generation.number > self._generation.number
+
+    def meet(self, step: int) -> Meeting:
+        """Opens the group of the next generation, after `step` finished steps. Collective."""
+        if dist.is_initialized():
+            self.leave()
+        while True:
+            generation = self._arrive(step if self._said.most_ranks else NO_STATE)
+            rank = generation.members.index(self._number)
+            connect = timedelta(seconds=self._connect_s)
+            try:
+                store = self._group_store(generation)
+                self.world = replace_group(self.world, store, rank, generation.machines, connect)
+            except RuntimeError as error:  # a member has just died
+                self._connect_s *= 2
+                self.leave(error)
+                self._ask_for_next(generation)
+                continue
+            self._connect_s = _CONNECT_S
+            self._generation = generation
+            assert dist.group.WORLD is not None, "it has just been opened"
+            dist.group.WORLD.set_timeout(self._timeout)
+            is_broken = partial(self._is_broken, generation)
+            look_for_lost_ranks(is_broken)
+            cut_when_broken(dist.group.WORLD, is_broken)
+            steps, last = generation.steps, max(generation.steps)
+            self.took_over = rank == 0 and (self._said.most_ranks > 0 or self._number > 0)
+            source = None if last == NO_STATE else steps.index(last)
+            return Meeting(source, same_state=source is not None and min(steps) == last)
+
+    def note_state(self) -> None:
+        """Tells the agent that this process has state with which others can continue."""
+        self._say(most_ranks=self._most_ranks)
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Closes the group, so that peers that wait for this rank fail at once."""
+        drop_tracebacks(error)  # the group closes with its last reference, and frames hold many
+        if dist.is_initialized():
+            close_default_group()
+
+    def lose(self, error: BaseException) -> None:
+        self.leave(error)
+        self._ask_for_next(self._generation)
+
+    def note_failure(self, step: int, error: BaseException) -> None:
+        self._say(failure=[step, f"{type(error).__name__}: {error}"])
+        if self.elastic:
+            self.leave()
+
+    def _say(self, **said: Any) -> None:
+        self._said = self._said._replace(**said)
+        if self.elastic:
+            self._store.say(self._number, self._said)
+
+    def _group_store(self, generation: Generation) -> dist.Store:
+        number = generation.number
+        if MACHINE_0 in os.environ:
+            return dist.PrefixStore(f"generation {number}", _tcp_store())
+        file = Path(os.environ[RENDEZVOUS_FILE]).with_name(f"store-{number}")
+        return dist.FileStore(str(file), len(generation.members))
+
+    def _is_broken(self, generation: Generation) -> bool:
+        try:
+            last = self._store.generation
+            left = not {*generation.members} <= {*last.members}
+            return last.number > generation.number and (last.begun or left)
+        except (OSError, RuntimeError):  # the store is gone, and with it the job
+            return True
+
+    def _arrive(self, step: int) -> Generation:
+        """Waits for all processes of the latest generation; returns it, with their steps."""
+        while True:
+            generation = self._store.generation
+            is_new = generation.number > self._generation.number
+            if not is_new or self._number not in generation.members:
+                self._ask_for_next(generation)
+                continue
+            self._say(arrived=generation.number, step=step)
+            while (last := self._store.generation).number == generation.number:
+                if last.steps:
+                    return last
+                time.sleep(_POLL_S)
+
+    def _ask_for_next(self, generation: Generation) -> None:
+        self._say(asks=generation.number + 1)
+        while self._store.generation.number <= generation.number:
+            time.sleep(_POLL_S)
+
+
+def hand_on(state: Any, source: int) -> Any:
+    """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective."""
+    is_source = dist.get_rank() == source
+    file = io.BytesIO()
+    if is_source:
+        torch.save(state, file)
+    size = torch.tensor([file.tell()])
+    wait(dist.broadcast(size, source, async_op=True))
+    data = bytearray(file.getvalue()) if is_source else bytearray(int(size))
+    wire = torch.frombuffer(data, dtype=torch.uint8)
+    wait(dist.broadcast(wire, source, async_op=True))
+    # Safe to unpickle: it comes from a rank of this run. It holds more than tensors.
+    return state if is_source else torch.load(io.BytesIO(data), weights_only=False)
 
 
 class ElasticRun:
     """The steps of a run that continues without lost ranks; see `elastic`."""
 
     def __init__(
-        self,
-        world: World,
-        reducer: Reducer,
-        optimizer: torch.optim.Optimizer,
-        *others: "Stateful",
-        timeout: float,
+        self, membership: Membership, reducer: Reducer, optimizer: Optimizer, *others: "Stateful"
     ) -> None:
         self.step = 0  # the number of steps that are finished
-        self._membership = Membership(world, reducer.virtual_rank_count, timeout)
-        self._reducer = reducer
+        self._membership, self._reducer = membership, reducer
         self._stateful: list[Stateful] = [optimizer, *others]
         self._stepped = False  # True once the optimizer has stepped, which finishes the step
         optimizer.register_step_post_hook(self._note_step)
@@ -107,7 +271,7 @@ class ElasticRun:
     def _end(self) -> bool:
         """Meets the other ranks after the last step; False if one was lost before."""
         with self._recovering():
-            wait(of_member(dist.barrier(async_op=True)))
+            wait(dist.barrier(async_op=True))
             return True
         return False
 
@@ -138,7 +302,7 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def elastic(
     world: World,
     reducer: Reducer,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     *others: "Stateful",
     timeout: float = 600.0,
 ) -> ElasticRun:
@@ -174,9 +338,10 @@ def elastic(
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")
     _ = reducer.virtual_rank_range  # raises without it: fewer ranks would see fewer samples
-    if any(isinstance(one, torch.optim.Optimizer) for one in others):
+    if any(isinstance(one, Optimizer) for one in others):
         raise TypeError(
             "ddp.elastic takes one optimizer, which steps once in an attempt: give it all "
             "parameters, in groups where they need settings of their own"
         )
-    return ElasticRun(world, reducer, optimizer, *others, timeout=timeout)
+    membership = Membership(world, reducer.virtual_rank_count, timeout)
+    return ElasticRun(membership, reducer, optimizer, *others)

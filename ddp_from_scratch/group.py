@@ -1,4 +1,9 @@
-"""Helpers for process groups: checks, torch's private parts, and the gloo group beside a group."""
+"""Helpers for process groups: checks, waits, torch's private parts, and the gloo group beside one.
+
+When a connection ends, gloo fails its operations, except for a message that is partly written or
+is being written: `Pair::signalException` of the TCP transport skips those, and their collective
+ends only with the group's timeout. So where ranks may be lost, each wait looks for a lost rank.
+"""
 
 import weakref
 from collections.abc import Callable
@@ -12,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.nn import functional
 
 from ddp_from_scratch import gpu
+from ddp_from_scratch.errors import CommunicationError
 
 # torch 2.14 renamed it, and warns about the old name.
 all_gather_single: Callable[..., dist.Work | None] = getattr(
@@ -125,3 +131,44 @@ def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         store, timeout = store_beside(group), timeout_of(group)
         _gloo_beside[group] = open_gloo(store, group.rank(), group.size(), timeout)
     return _gloo_beside[group]
+
+
+# Waits that notice a lost rank -------------------------------------------------------------------
+
+_LOOK_EVERY = timedelta(seconds=0.5)
+
+# Tells whether a rank has left the default group; None in a job that ends with a lost rank.
+_is_broken: Callable[[], bool] | None = None
+
+
+def look_for_lost_ranks(is_broken: Callable[[], bool]) -> None:
+    """Sets the check that `wait` uses: it tells whether a rank has left the default group."""
+    global _is_broken
+    _is_broken = is_broken
+
+
+def may_be_left_behind() -> bool:
+    """True if unfinished collectives may be left behind, which may still write to their tensors."""
+    return _is_broken is not None
+
+
+def lost_rank_check() -> Callable[[], bool]:
+    """Returns the current check, for waits in a group that opens now."""
+    return _is_broken or (lambda: False)
+
+
+def wait(work: dist.Work | None) -> None:
+    """Waits for a collective of the default group; raises if a rank has left the group."""
+    work = of_member(work)
+    if _is_broken is None:
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(_LOOK_EVERY)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+        if _is_broken():
+            raise CommunicationError("a rank of the group was lost")

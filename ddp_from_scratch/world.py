@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 # Imported before a group is open: torch.optim would import it later, and keep the group alive.
 import torch.distributed.nn.functional
+from torch.distributed.distributed_c10d import _get_default_group
 
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import UsageError
@@ -58,8 +59,8 @@ class World(Placement):
             dist.destroy_process_group()
 
 
-# The group of a call without `with`, at most one. A strong reference would keep gloo's threads.
-_until_exit: list[tuple[World, "weakref.ref[dist.ProcessGroup]"]] = []
+# The World of a default group that a call without `with` has opened; weak for gloo's threads.
+_until_exit = weakref.WeakKeyDictionary[dist.ProcessGroup, World]()
 
 
 def process_group(backend: str, *, timeout: float = 600.0) -> World:
@@ -86,9 +87,8 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
-    for world, group in _until_exit:  # a notebook may run the same cell twice
-        if world.backend == backend and _is_open(group):
-            return world
+    if (opened := _opened_before()) is not None and opened.backend == backend:
+        return opened  # a notebook may run the same cell twice
     die_with_parent()
     write_to_terminal()
     limit = timedelta(seconds=timeout)
@@ -100,7 +100,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     else:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
-    _close_when_python_ends(world)
+    _until_exit[_get_default_group()] = world
     # Not at import: handlers run in reverse order, so this one runs before any of the program's.
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
@@ -130,24 +130,18 @@ def replace_group(
         local_world_size=machines.count(machines[rank]),
         node_rank=machines[rank],
     )
-    _close_when_python_ends(world)
+    _until_exit[_get_default_group()] = world
     return world
 
 
-def _close_when_python_ends(world: World) -> None:
-    assert dist.group.WORLD is not None, "it has just been opened"
-    _until_exit[:] = [(world, weakref.ref(dist.group.WORLD))]
-
-
-def _is_open(group: "weakref.ref[dist.ProcessGroup]") -> bool:
-    return dist.is_initialized() and group() is dist.group.WORLD
+def _opened_before() -> World | None:
+    return _until_exit.get(_get_default_group()) if dist.is_initialized() else None
 
 
 def _close_at_exit() -> None:
     failed = hasattr(sys, "last_value")  # an uncaught exception
-    for world, group in _until_exit:
-        if _is_open(group) and not (failed and world.world_size > 1):
-            dist.destroy_process_group()
+    if (world := _opened_before()) is not None and not (failed and world.world_size > 1):
+        dist.destroy_process_group()
 
 
 def _meet_in_mpi(backend: str) -> Placement:

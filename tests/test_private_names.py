@@ -91,7 +91,7 @@ def used():
                 attributes.add(node.attr)
     attributes -= {name for tree in trees for name in defined(tree)}
     paths -= {"os._exit"}  # documented
-    attributes -= {"_replace"}  # of a named tuple
+    attributes -= {"_asdict", "_replace"}  # of a named tuple
     return paths, set(filter(is_private, attributes))
 
 

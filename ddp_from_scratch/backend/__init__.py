@@ -11,6 +11,6 @@ An all-reduce goes through these files from top to bottom:
     shared_memory.py  maps the memory and its semaphores
     transport.py      sends messages over torch's store and gloo
 
-`mpi_transport.py` sends the messages over MPI; only the files named mpi_* import MPI.
+`mpi_group.py` sends the messages over MPI, and alone imports it.
 `ddp_from_scratch.node` and `ddp_from_scratch.mpi` register the backends.
 """

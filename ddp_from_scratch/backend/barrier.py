@@ -24,7 +24,7 @@ from ddp_from_scratch.backend.shared_memory import (
 )
 from ddp_from_scratch.backend.transport import ProcessWatch, Transport
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.waiting import lost_rank_check, may_be_left_behind
+from ddp_from_scratch.group import lost_rank_check, may_be_left_behind
 
 # Bytes of all eager buffers of a machine. Every rank reads all of them, so the more ranks there
 # are, the smaller are the tensors for which this is the fastest way.
@@ -120,12 +120,8 @@ class CheckedBarrier:
         return self._number % 2
 
     @property
-    def missing(self) -> list[int]:
-        return self._behind(self._memory.arrived, self._met_at)
-
-    @property
     def missing_names(self) -> str:
-        missing = self.missing
+        missing = self._behind(self._memory.arrived, self._met_at)
         # This machine's first rank may be behind only because it waits for another machine.
         if not missing and self._nodes.count > 1:
             return "ranks on other machines"
@@ -252,7 +248,8 @@ class CheckedBarrier:
         # Not at once: a rank that leaves after the same step may already have left.
         if time.monotonic() > self._since + _CHECK_EVERY and self._is_broken():
             raise self._give_up("a rank of the group was lost")
-        if not self.missing:  # else wait for the deadline, whose error names that rank
+        # Else wait for the deadline, whose error names the ranks that have not come to the meeting.
+        if not self._behind(self._memory.arrived, self._met_at):
             self._check_given_up()
 
     def _check_given_up(self) -> None:

@@ -49,13 +49,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
         # These constructors are collective, so all ranks must call them in this order.
         self._nodes = Nodes.of(everyone)
+        self.machines = self._nodes.count  # a rank that shares no memory counts as one
         self.checked_barrier = CheckedBarrier(self._nodes, progress)
         self._windows = Windows(self._nodes.node)
         self._stage = Stage(self._nodes, self.checked_barrier)
         self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows, self._stage)
         self._reduce_here = self._reduce  # for `average_on_machine`
         if self.machines > 1:
-            here = self._nodes.here
+            node = self._nodes.node
+            here = Nodes(everyone=node, node=node, peers=node, count=1)
             stage = Stage(here, self.checked_barrier)
             self._reduce_here = AllReduce(here, self.checked_barrier, self._windows, stage)
         self._exchange = Exchange(self._nodes, self.checked_barrier, self._stage)
@@ -70,11 +72,6 @@ class SharedMemoryGroup(dist.ProcessGroup):
     @property
     def shares_memory(self) -> bool:
         return bool(self._stage.shares_memory)
-
-    @property
-    def machines(self) -> int:
-        """The number of machines; a rank that shares no memory counts as one."""
-        return self._nodes.count
 
     def getBackendName(self) -> str:
         return self.backend
@@ -189,16 +186,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 warnings.warn(f"{text}: {error.__cause__}", stacklevel=2)
             return torch.empty(size, dtype=dtype)
 
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Makes a flat uninitialised tensor in shared memory, one per rank. Collective."""
-        return self._allocate("empty", numel, dtype, False)
-
-    def empty_for_all(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Makes one such tensor for all ranks of a machine. Collective."""
-        return self._allocate("empty_for_all", numel, dtype, True)
-
-    def _allocate(self, kind: str, numel: int, dtype: torch.dtype, for_all: bool) -> torch.Tensor:
-        kind, make = f"{self.backend}.{kind}", self._windows.empty
+    def empty(self, numel: int, dtype: torch.dtype, for_all: bool = False) -> torch.Tensor:
+        """Makes a flat uninitialised tensor in memory that a machine's ranks share. Collective."""
+        kind, make = f"{self.backend}.empty{'_for_all' * for_all}", self._windows.empty
         operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype, for_all)])
         work = self._submit(kind, [], None, [operation])
         work.wait()

@@ -254,10 +254,6 @@ class Nodes:
         # Every machine has a first rank, whose peers are as many as the machines.
         return cls(everyone, node, peers, count=node.allgather(peers.size)[0])
 
-    @property
-    def here(self) -> "Nodes":
-        return Nodes(self.node, self.node, self.node, count=1)
-
     def free(self) -> None:
         """Frees `node` and `peers`, but not `everyone`. Collective."""
         self.node.free()

@@ -268,7 +268,7 @@ class Windows:
         if address not in self._memories or not tensor.is_contiguous():
             return ""
         number, memory = self._memories[address]
-        # From `empty_for_all`: an all-reduce in place would add the same memory several times.
+        # One for all ranks: an all-reduce in place would add the same memory several times.
         if not all(memory.segments[rank].numel() for rank in self._others):
             return ""
         return f"window {number} at {tensor.data_ptr() - address}"

@@ -1,6 +1,6 @@
 """Transports send the messages that set up shared memory, and those between machines.
 
-This module sends them over gloo, `mpi_transport.py` over MPI.
+This module sends them over gloo, `mpi_group.py` over MPI.
 """
 
 import os
@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import name_ranks
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.group import open_gloo
-from ddp_from_scratch.waiting import lost_rank_check
+from ddp_from_scratch.group import lost_rank_check, open_gloo
 
 
 class Transport(Protocol):

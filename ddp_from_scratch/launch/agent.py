@@ -17,24 +17,24 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
-from ddp_from_scratch.launch.fork_server import ForkedRank, ForkServer, can_fork
-from ddp_from_scratch.launch.nodes import FarRank, Link, Nodes
+from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
+from ddp_from_scratch.launch.nodes import Link, Nodes
 from ddp_from_scratch.launch.rank_process import say
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
-_POLL_S = 0.05
 _STOPPED_S = 5.0  # a rank of an elastic job counts as lost after SIGSTOP for this long
 _GRACE_S = 5.0  # between SIGTERM and SIGKILL
 
-# A rank, or mpirun. `pid` is None for a rank on another machine.
-Child: TypeAlias = subprocess.Popen[bytes] | ForkedRank | FarRank
+Child: TypeAlias = subprocess.Popen[bytes] | RemoteRank  # a rank, or mpirun
 
 
+@dataclass(eq=False)
 class Agent:
     """The ranks of this machine, which end together.
 
@@ -43,19 +43,19 @@ class Agent:
     3. End: stop the ranks that still run.
     """
 
+    command: Sequence[str]
+    environment: Callable[[int], dict[str, str]]
+    members: Iterable[int]
+    preload: Sequence[str] = ()
+    peers: Nodes | Link | None = None
     # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
-    ladder: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGKILL)
+    ladder: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)
+    set_up: Callable[[], object] | None = None  # runs in a child that is not forked
+    name: str = "rank {}"  # of a member
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Callable[[int], dict[str, str]],
-        members: Iterable[int],
-        preload: Sequence[str] = (),
-        peers: Nodes | Link | None = None,
-    ) -> None:
-        self._command, self._environment = list(command), environment
-        self._at_start, self._preload, self._peers = members, preload, peers
+    _pause = 0.05  # seconds between two looks at the ranks
+
+    def __post_init__(self) -> None:
         self._server: ForkServer | None = None
         self._children: dict[int, Child] = {}
         # Handlers only append and `_pass_on` reads, because a signal may arrive between two starts.
@@ -70,30 +70,34 @@ class Agent:
             numbers.remove(signal.SIGHUP)
         # Installed before the first rank starts, so that no signal can orphan one.
         handlers = {number: signal.signal(number, self._remember) for number in numbers}
-        code = 1
+        code: int | None = None
         try:
-            if can_fork(self._command):
-                self._server = ForkServer(self._preload)
-            for member in self._at_start:
+            if can_fork(self.command):
+                self._server = ForkServer(self.preload)
+            for member in self.members:
                 self._start(member)
-            code = self._watch()
+            while (code := self._look()) is None:
+                time.sleep(self._pause)
         finally:
             self._end_all()
-            if self._peers is not None:
-                self._peers.close(code)
+            if self.peers is not None:
+                self.peers.close(1 if code is None else code)
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return code
 
     def _start(self, member: int) -> None:
-        self._children[member] = self._spawn(os.environ | self._environment(member))
-
-    def _spawn(self, environ: dict[str, str]) -> Child:
+        environ = os.environ | self.environment(member)
         if self._server is not None:
-            return self._server.start(self._command, environ)
-        return subprocess.Popen(
-            self._command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+            self._children[member] = self._server.start(self.command, environ)
+        else:
+            self._children[member] = subprocess.Popen(
+                self.command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=self.set_up,
+            )
 
     def _remember(self, number: int, frame: FrameType | None = None) -> None:
         if number in _ENDS:
@@ -109,67 +113,59 @@ class Agent:
             self._signal(self.ladder[min(self._passed_on, len(self.ladder) - 1)])
             self._passed_on += 1
 
-    def _watch(self) -> int:
+    def _look(self) -> int | None:
         """Returns the exit code once all children exit with 0, one fails, or a signal ends them."""
-        while True:
-            self._pass_on()
-            if self._ended_by:
-                return self._ended()
-            codes = {member: child.poll() for member, child in self._children.items()}
-            if all(code == 0 for code in codes.values()):
-                if self._peers is None or self._peers.may_leave() or self._received:
-                    return 0
-            elif self._received:
-                # Ranks that were asked to stop exit one after another with the signal's code. If
-                # one was killed instead, the others wait for a rank that is gone.
-                if None not in codes.values() or any(code and code < 0 for code in codes.values()):
-                    return self._stopped()
-            elif failed := [(member, code) for member, code in codes.items() if code]:
-                return self._failed(*failed[0])
-            if self._peers is not None and (reason := self._peers.failure()) is not None:
-                return self._stopped_elsewhere(reason)
-            time.sleep(_POLL_S)
-
-    def _stopped(self) -> int:
-        self._tell_peers(f"stopped by {signal.Signals(self._received[0]).name}")
-        return 128 + self._received[0]
-
-    def _stopped_elsewhere(self, reason: str) -> int:
+        self._pass_on()
+        if self._ended_by:
+            return self._ended()
+        codes = {member: child.poll() for member, child in self._children.items()}
+        if all(code == 0 for code in codes.values()):
+            if self.peers is None or self.peers.may_leave() or self._received:
+                return 0
+        elif self._received:
+            # Ranks that were asked to stop exit one after another with the signal's code. If one
+            # was killed instead, the others wait for a rank that is gone.
+            if None not in codes.values() or any(code and code < 0 for code in codes.values()):
+                return self._stopped()
+        elif failed := [(member, code) for member, code in codes.items() if code]:
+            return self._failed(*failed[0])
+        if self.peers is None or (reason := self.peers.failure()) is None:
+            return None
         # A rank that agreed with its peers to stop has their exit code, and a peer says why.
         self._await_end(1.0)
         for child in self._children.values():
-            if (code := child.poll() or 0) > 1:
-                return code
+            if (known := child.poll() or 0) > 1:
+                return known
         say(f"stopped: {reason}")
         return 1
+
+    def _stopped(self) -> int:
+        number = self._received[0]
+        return self._tell_peers(f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _ended(self) -> int:
         name = signal.Signals(self._ended_by).name
         say(f"ending all ranks ({name})")
-        self._tell_peers(f"ended by {name}")
-        return 128 + self._ended_by
+        return self._tell_peers(f"ended by {name}", 128 + self._ended_by)
 
     def _failed(self, member: int, code: int) -> int:
-        name, others = self._name(member), "; all other ranks were stopped"
+        name, others = self.name.format(member), "; all other ranks were stopped"
         if (of_server := self._server_code()) is not None:
             name, others = "the fork server, from which all ranks here were started,", ""
             code = of_server
         if code < 0:
             say(f"{name} {how_it_ended(code)}{others}")
-        self._tell_peers(f"{name} {how_it_ended(code)}")
-        return exit_code(code)
+        return self._tell_peers(f"{name} {how_it_ended(code)}", exit_code(code))
+
+    def _tell_peers(self, reason: str, code: int) -> int:
+        """Tells the other machines why this one ends; returns the exit code."""
+        if self.peers is not None:
+            self.peers.tell_failure(reason)
+        return code
 
     def _server_code(self) -> int | None:
         """Returns the fork server's exit code; None until a poll has found that it has ended."""
         return None if self._server is None else self._server.returncode
-
-    def _name(self, member: int) -> str:
-        rank = self._environment(member).get("RANK")
-        return Path(self._command[0]).name if rank is None else f"rank {rank}"
-
-    def _tell_peers(self, reason: str) -> None:
-        if self._peers is not None:
-            self._peers.tell_failure(reason)
 
     def _end_all(self) -> None:
         """Sends SIGTERM to all running children, then SIGKILL. Idempotent."""
@@ -185,7 +181,9 @@ class Agent:
         end = time.monotonic() + seconds
         while self._running() and time.monotonic() < end:
             self._pass_on()
-            time.sleep(_POLL_S)
+            if isinstance(self.peers, Nodes):
+                self.peers.exchange()  # the others must not take machine 0 for lost
+            time.sleep(self._pause)
 
     def _signal(self, number: signal.Signals) -> None:
         for child in self._running().values():

@@ -15,7 +15,8 @@ A process reads only the announcement; the agent alone reads every report.
 import json
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,6 @@ from ddp_from_scratch.launch.rank_process import say
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_POLL_S = 0.02
 _MEETING_S = 0.005  # between two looks while processes wait for each other
 _SETTLED_S = 0.25
 _USAGE = 2  # the exit code of a UsageError
@@ -90,36 +90,31 @@ class FileStore:
         return (self._folder / key).read_bytes()
 
 
+@dataclass(kw_only=True, eq=False)
 class ElasticAgent(Agent):
     """Machine 0's agent of an elastic job; `counts` are the ranks of each machine at the start."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Callable[[int], dict[str, str]],
-        counts: Sequence[int],
-        max_restarts: int,
-        store: JobStore,
-        preload: Sequence[str] = (),
-        nodes: Nodes | None = None,
-    ) -> None:
-        self._machines = [node for node, count in enumerate(counts) for _ in range(count)]
-        everyone = range(len(self._machines))
-        super().__init__(command, environment, everyone, preload, nodes)
-        self._max_restarts, self._store, self._nodes = max_restarts, store, nodes
-        self._living: set[int] = set(everyone)  # the numbers of the running processes
+    peers: Nodes | None = None
+    counts: Sequence[int]
+    max_restarts: int
+    store: JobStore
+    name: str = "process {}"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._machines = [node for node, count in enumerate(self.counts) for _ in range(count)]
+        self._living: set[int] = set(self.members)  # the numbers of the running processes
         self._said: dict[int, Member] = {}  # each one's last report
         self._generation, self._announced_at = Generation(), 0.0
-        store.announce(self._generation)
-        self._ended_well = False
-        self._failures = 0
+        self._ended_well, self._failures = False, 0
         self._last_failure: Any = None  # see `Member.failure`
+        self._announce(self._living)
 
     def _start(self, member: int) -> None:
-        self._store.say(member, Member())
+        self.store.say(member, Member())
         machine = self._machines[member]
-        if self._nodes is not None and machine:
-            self._children[member] = self._nodes.start(machine, member)
+        if self.peers is not None and machine:
+            self._children[member] = self.peers.start(machine, member)
         else:
             super()._start(member)
 
@@ -129,44 +124,40 @@ class ElasticAgent(Agent):
         self._living.add(member)
         self._start(member)
 
-    def _name(self, member: int) -> str:
-        return f"process {member}"
-
-    def _watch(self) -> int:
+    def _look(self) -> int | None:
         """Returns the exit code once all running processes have exited with 0 or the job ends."""
-        self._announce(self._living)
-        while True:
-            self._pass_on()
-            if self._nodes is not None:
-                self._nodes.exchange()
-                while self._nodes.signals:
-                    self._remember(self._nodes.signals.pop(0))
-            if self._ended_by:
-                return self._ended()
-            codes = {member: self._children[member].poll() for member in sorted(self._living)}
-            # Read after the exit codes, so that the report of an exited process is complete.
-            self._said = {member: self._store.member(member) for member in codes}
-            for member, code in codes.items():
-                if code is None:
-                    continue
-                self._living.discard(member)
-                self._ended_well |= code == 0 and self._said[member].most_ranks > 0
-                ends = self._lose(member, code) if code else None
-                if ends is not None:
-                    return ends
-            if not self._living or (self._ended_well and not self._carriers()):
-                # A process that has not joined yet has no state to continue with.
-                return self._stopped() if self._received else 0
-            self._kill_stopped()
-            self._note_arrivals()
-            if not self._received:
-                self._regroup()
-                if self._nodes is not None:
-                    # Known only after the job has begun.
-                    able = [self._said[member].most_ranks for member in self._carriers()]
-                    for machine in self._nodes.admit(min(able, default=0), len(self._living)):
-                        self._start_another(machine)
-            time.sleep(_POLL_S if self._generation.steps else _MEETING_S)
+        self._pass_on()
+        if self.peers is not None:
+            self.peers.exchange()
+            while self.peers.signals:
+                self._remember(self.peers.signals.pop(0))
+        if self._ended_by:
+            return self._ended()
+        codes = {member: self._children[member].poll() for member in sorted(self._living)}
+        # Read after the exit codes, so that the report of an exited process is complete.
+        self._said = {member: self.store.member(member) for member in codes}
+        for member, code in codes.items():
+            if code is None:
+                continue
+            self._living.discard(member)
+            self._ended_well |= code == 0 and self._said[member].most_ranks > 0
+            ends = self._lose(member, code) if code else None
+            if ends is not None:
+                return ends
+        if not self._living or (self._ended_well and not self._carriers()):
+            # A process that has not joined yet has no state to continue with.
+            return self._stopped() if self._received else 0
+        self._kill_stopped()
+        self._note_arrivals()
+        if not self._received:
+            self._regroup()
+            if self.peers is not None:
+                # Known only after the job has begun.
+                able = [self._said[member].most_ranks for member in self._carriers()]
+                for machine in self.peers.admit(min(able, default=0), len(self._living)):
+                    self._start_another(machine)
+        self._pause = 0.02 if self._generation.steps else _MEETING_S
+        return None
 
     def _lose(self, member: int, code: int) -> int | None:
         """Replaces a failed process. Returns the exit code if the job ends, else None."""
@@ -191,7 +182,7 @@ class ElasticAgent(Agent):
             say(f"{where} failed again with {text}; all other ranks were stopped")
             return code
         machine = self._machines[member]
-        is_lost = self._nodes is not None and self._nodes.is_lost(machine)
+        is_lost = self.peers is not None and self.peers.is_lost(machine)
         if is_lost:
             how = f"was on machine {machine}"
         if code != _USAGE and said.most_ranks and not has_carriers:
@@ -203,9 +194,9 @@ class ElasticAgent(Agent):
         if not is_lost:  # a lost machine gets its ranks back when it rejoins
             self._last_failure = failure
             self._failures += 1
-            then = f"; no replacement is left of {self._max_restarts}"
-            if self._failures <= self._max_restarts:
-                then = f"; starting another (failure {self._failures} of {self._max_restarts})"
+            then = f"; no replacement is left of {self.max_restarts}"
+            if self._failures <= self.max_restarts:
+                then = f"; starting another (failure {self._failures} of {self.max_restarts})"
                 self._start_another(machine)
         left = len(self._living & set(self._generation.members))
         ranks = "1 rank" if left == 1 else f"{left} ranks"
@@ -222,14 +213,14 @@ class ElasticAgent(Agent):
             generation = generation._replace(steps=[one.step for one in said])
         if generation != self._generation:
             self._generation = generation
-            self._store.announce(generation)
+            self.store.announce(generation)
 
     def _regroup(self) -> None:
         number, members, *_ = self._generation
         present = self._living & set(members)
         asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
         lost = any(  # one that exited with 0 counts only if its peers wait for it to arrive
-            self._children[member].poll() or self._store.member(member).arrived < number
+            self._children[member].poll() or self.store.member(member).arrived < number
             for member in set(members) - present
         )
         # One that joins waits a moment, until all members have joined the last generation.
@@ -245,65 +236,59 @@ class ElasticAgent(Agent):
         machines = [self._machines[member] for member in ordered]
         self._generation = Generation(self._generation.number + 1, ordered, machines)
         self._announced_at = time.monotonic()
-        self._store.announce(self._generation)
+        self.store.announce(self._generation)
 
 
 class NodeAgent(Agent):
-    """The agent of an elastic job on a machine other than machine 0."""
+    """The agent of an elastic job on a machine other than machine 0; starts what that orders."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Callable[[int], dict[str, str]],
-        link: Link,
-        preload: Sequence[str] = (),
-    ) -> None:
-        super().__init__(command, environment, (), preload, link)
-        self._link, self._done = link, 0  # orders obeyed so far
+    peers: Link
 
-    def _watch(self) -> int:
+    _pause = EXCHANGE_S / 2
+    _done = 0  # orders obeyed so far
+    _cut_off = False
+
+    def _look(self) -> int | None:
         """Obeys machine 0 until it ends the job; returns the exit code."""
-        cut_off = False
-        link = self._link
-        while True:
-            self._report()
-            if self._server_code() is not None and not self._received:
-                return self._failed(0, 1)
-            silence = time.monotonic() - link.heard
-            if link.is_closed or silence > link.timeout:
-                say("machine 0 no longer answers: all ranks here were stopped")
+        link = self.peers
+        self._report()
+        if self._server_code() is not None and not self._received:
+            return self._failed(0, 1)
+        silence = time.monotonic() - link.heard
+        if link.is_closed or silence > link.timeout:
+            say("machine 0 no longer answers: all ranks here were stopped")
+            return 1
+        if silence > LOST_S and not self._cut_off:
+            say(f"machine 0 has not answered for {silence:.0f} s: ending the ranks here")
+            self._signal(signal.SIGKILL)
+        self._cut_off = silence > LOST_S
+        if self._ended_by:
+            return self._ended()
+        # Machine 0 forwards the first signal to all ranks.
+        if len(self._received) > (0 if self._cut_off else 1):
+            return self._stopped()
+        if not self._cut_off:
+            if link.job["end"] is not None:
+                return int(link.job["end"])
+            orders = link.job["orders"].get(link.ticket)
+            if orders is None:
+                say("another command has taken this machine's place: its ranks were stopped")
                 return 1
-            if silence > LOST_S and not cut_off:
-                say(f"machine 0 has not answered for {silence:.0f} s: ending the ranks here")
-                self._signal(signal.SIGKILL)
-            cut_off = silence > LOST_S
-            if self._ended_by:
-                return self._ended()
-            # Machine 0 forwards the first signal to all ranks.
-            if len(self._received) > (0 if cut_off else 1):
-                return self._stopped()
-            if link.job is not None and not cut_off:
-                if link.job["end"] is not None:
-                    return int(link.job["end"])
-                orders = link.job["orders"].get(str(link.ticket))
-                if orders is None:
-                    say("another command has taken this machine's place: its ranks were stopped")
-                    return 1
-                for kind, member, argument in orders[self._done :]:
-                    self._done += 1
-                    if kind == "start":
-                        self._start(member)
-                    elif self._children[member].poll() is None:
-                        self._children[member].send_signal(argument)
-            self._kill_stopped()
-            time.sleep(EXCHANGE_S / 2)
+            for kind, member, argument in orders[self._done :]:
+                self._done += 1
+                if kind == "start":
+                    self._start(member)
+                elif self._children[member].poll() is None:
+                    self._children[member].send_signal(argument)
+        self._kill_stopped()
+        return None
 
     def _report(self) -> None:
         codes = {member: child.poll() for member, child in self._children.items()}
         # If the fork server is lost, machine 0 must not hear that its ranks are: it would replace
         # them on this machine. It loses the whole machine instead, as if it were switched off.
         if self._server_code() is None:
-            self._link.report |= {"codes": codes, "signals": list(self._received)}
+            self.peers.report |= {"codes": codes, "signals": list(self._received)}
 
     def _end_all(self) -> None:
         super()._end_all()

@@ -20,7 +20,7 @@ from pathlib import Path
 from ddp_from_scratch.errors import UsageError
 
 # Variables that agents set for their ranks:
-STARTED_HERE = "DDP_STARTED_HERE"
+STARTED_HERE = "DDP_STARTED_HERE"  # by `start_ranks` or `start_mpirun`, itself or its launcher
 PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # the file for the rendezvous on a single machine
 MACHINE_0 = "DDP_MACHINE_0"  # machine 0's address; MASTER_ADDR leads to the agent on loopback
@@ -68,11 +68,6 @@ def launcher(environ: Mapping[str, str] = os.environ) -> str:
     if "OMPI_COMM_WORLD_RANK" in environ or environ.get("PMI_SIZE", step_size) != step_size:
         return "mpirun"
     return "srun" if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ else "none"
-
-
-def started_here(environ: Mapping[str, str] = os.environ) -> bool:
-    """True if `start_ranks` or `start_mpirun` has started this process or its launcher."""
-    return STARTED_HERE in environ
 
 
 def reports_errors(environ: Mapping[str, str] = os.environ) -> bool:

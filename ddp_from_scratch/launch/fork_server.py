@@ -16,7 +16,8 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import Pipe
@@ -48,12 +49,38 @@ def can_fork(command: Sequence[str]) -> bool:
     return Path(command[1]).is_file()
 
 
+class RemoteRank:
+    """A rank that another process starts, with the part of `subprocess.Popen` that agents need.
+
+    `read` reads the reports of that process, and `send` has it send a signal.
+    """
+
+    def __init__(self, read: Callable[[], None], send: "Callable[[RemoteRank, int], None]") -> None:
+        self._read, self._send = read, send
+        self.pid: int | None = None  # None before the fork, and on another machine
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self._read()
+        return self.returncode
+
+    def wait(self) -> int:
+        while (code := self.poll()) is None:
+            time.sleep(0.02)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            self._send(self, number)
+
+
 class ForkServer:
     """The caller's end of a fork server, which imports torch and `preload` before any fork."""
 
     def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
         self._connection, theirs = Pipe()
-        self._ranks: list[ForkedRank] = []
+        self._ranks: list[RemoteRank] = []
         # The server's exit code if it has exited before its ranks (-N after signal N), else None.
         self.returncode: int | None = None
         with theirs:  # closes this copy, which would hide the end of file when the server dies
@@ -67,30 +94,12 @@ class ForkServer:
                 start_new_session=True,  # the agent forwards the terminal's Ctrl-C
             )
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> "ForkedRank":
+    def start(self, command: Sequence[str], environ: Mapping[str, str]) -> RemoteRank:
         """Requests a rank. Waits neither for it nor for the server's imports."""
-        rank = ForkedRank(self)
-        with suppress(OSError):  # `receive` notices a server that has exited
+        with suppress(OSError):  # `_read` notices a server that has exited
             self._connection.send((len(self._ranks), list(command), dict(environ)))
-        self._ranks.append(rank)
-        return rank
-
-    def receive(self, timeout: float | None = 0.0) -> None:
-        """Reads the server's reports. Waits up to `timeout` seconds for the first."""
-        try:
-            while self._connection.poll(timeout):
-                index, pid, code = self._connection.recv()
-                rank = self._ranks[index]
-                rank.pid = pid
-                if rank.returncode is None:
-                    rank.returncode = code
-                timeout = 0.0  # read only the reports that have arrived already
-        except (EOFError, OSError):
-            # Ranks end with their server, which ends first if it is killed or an import fails.
-            self.returncode = self._process.wait() or -signal.SIGKILL
-            for rank in self._ranks:
-                if rank.returncode is None:
-                    rank.returncode = self.returncode
+        self._ranks.append(RemoteRank(self._read, self._send))
+        return self._ranks[-1]
 
     def kill(self) -> None:
         """Ends the server, and with it the ranks that still run. Idempotent."""
@@ -98,33 +107,27 @@ class ForkServer:
         self._process.wait()
         self._connection.close()
 
+    def _read(self) -> None:
+        try:
+            while self._connection.poll():
+                index, pid, code = self._connection.recv()
+                rank = self._ranks[index]
+                rank.pid = pid
+                if rank.returncode is None:
+                    rank.returncode = code
+        except (EOFError, OSError):
+            # Ranks end with their server, which ends first if it is killed or an import fails.
+            self.returncode = self._process.wait() or -signal.SIGKILL
+            for rank in self._ranks:
+                if rank.returncode is None:
+                    rank.returncode = self.returncode
 
-class ForkedRank:
-    """A forked rank, with the part of `subprocess.Popen` that an agent needs."""
-
-    def __init__(self, server: ForkServer) -> None:
-        self._server = server
-        self.pid: int | None = None  # None until the fork
-        self.returncode: int | None = None  # None until the server reports the exit
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self._server.receive()
-        return self.returncode
-
-    def wait(self) -> int:
-        while self.returncode is None:
-            self._server.receive(None)
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is not None:
-            return
-        if self.pid is None:
-            self._server.kill()  # the request cannot be withdrawn: the server would still fork
-            self.returncode = -number
+    def _send(self, rank: RemoteRank, number: int) -> None:
+        if rank.pid is None:
+            self.kill()  # the request cannot be withdrawn: the server would still fork
+            rank.returncode = -number
         else:
-            os.kill(self.pid, number)
+            os.kill(rank.pid, number)
 
 
 # In the server -----------------------------------------------------------------------------------

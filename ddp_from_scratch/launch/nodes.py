@@ -18,10 +18,12 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.launch.fork_server import RemoteRank
 from ddp_from_scratch.launch.rank_process import say
 
 if TYPE_CHECKING:
@@ -32,43 +34,33 @@ EXCHANGE_S = 0.02
 _LAST_WORD_S = 2.0  # for the other machines to hear of a failure
 
 
+class Job(NamedTuple):
+    """What must be equal on all machines."""
+
+    counts: list[int]  # of the ranks of each
+    elastic: bool
+    asked: dict[str, str]  # options, by name
+
+
+@dataclass
 class Node:
     """Another machine, as its agent reports it."""
 
-    def __init__(self, now: float, ticket: int | None = None) -> None:
-        # The ticket of its agent (None until the agent arrives) and the time of its last report.
-        self.ticket, self.since = ticket, now
-        self.beat = self.signals = 0  # the last heartbeat and the number of signals that were read
-        self.orders: list[tuple[str, int, int]] = []
-        self.ranks: dict[int, FarRank] = {}
-        # lost: it does not answer. ended: its ranks have ended. left: its agent has left the store.
-        self.lost = self.ended = self.left = False
+    since: float  # when its last report came
+    ticket: int | None = None  # of its agent, once that has arrived
+    beat: int = 0  # the last one that was read
+    signals: int = 0  # how many were read
+    lost: bool = False  # it does not answer
+    ended: bool = False  # its ranks have ended
+    left: bool = False  # its agent has left the store
+    orders: list[tuple[str, int, int]] = field(default_factory=list)
+    ranks: dict[int, RemoteRank] = field(default_factory=dict)
 
     def is_heard(self, now: float) -> bool:
         return self.ticket is not None and now - self.since <= LOST_S
 
 
-class FarRank:
-    """A rank on another machine."""
-
-    def __init__(self, node: Node, member: int, exchange: Callable[[], None]) -> None:
-        self._node, self._member, self._exchange = node, member, exchange
-        self.code: int | None = None
-        self.pid = None
-
-    def poll(self) -> int | None:
-        self._exchange()
-        return self.code
-
-    def wait(self) -> int:
-        while (code := self.poll()) is None and not self._node.lost:
-            time.sleep(EXCHANGE_S)
-        return -signal.SIGKILL if code is None else code
-
-    def send_signal(self, number: int) -> None:
-        if self._node.ticket is None:
-            self.code = -number  # no agent has started this rank yet
-        self._node.orders.append(("signal", self._member, number))
+Start = Callable[[int, int], str]  # schedules ranks on a machine; returns why not, or ""
 
 
 class Nodes:
@@ -77,18 +69,10 @@ class Nodes:
     In `timeout` seconds a machine must arrive (elastic jobs) or answer (other jobs).
     """
 
-    def __init__(
-        self,
-        store: "dist.Store",
-        counts: Sequence[int],
-        elastic: bool,
-        asked: Mapping[str, str],
-        timeout: float,
-    ) -> None:
-        self._store, self._elastic, self._asked = store, elastic, asked
-        self._counts, self._at_start, self._timeout = list(counts), len(counts), timeout
-        now = time.monotonic()
-        self._nodes = {number: Node(now) for number in range(1, len(counts))}
+    def __init__(self, store: "dist.Store", job: Job, timeout: float) -> None:
+        self._store, self._elastic, self._asked = store, job.elastic, job.asked
+        self._counts, self._at_start, self._timeout = [*job.counts], len(job.counts), timeout
+        self._nodes = {number: Node(time.monotonic()) for number in range(1, self._at_start)}
         self._waiting: dict[int, float] = {}  # by ticket without an answer: when it arrived
         self._drawn = 0  # the last ticket
         self.signals: list[int] = []  # received by other agents; `ElasticAgent` takes them
@@ -125,9 +109,15 @@ class Nodes:
     def is_lost(self, number: int) -> bool:
         return number in self._nodes and self._nodes[number].lost
 
-    def start(self, number: int, member: int) -> FarRank:
+    def start(self, number: int, member: int) -> RemoteRank:
         node = self._nodes[number]
-        node.ranks[member] = FarRank(node, member, self.exchange)
+
+        def send(rank: RemoteRank, number: int) -> None:
+            if node.ticket is None:
+                rank.returncode = -number  # no agent has started this rank yet
+            node.orders.append(("signal", member, number))
+
+        node.ranks[member] = RemoteRank(self.exchange, send)
         node.orders.append(("start", member, 0))
         return node.ranks[member]
 
@@ -138,16 +128,36 @@ class Nodes:
             return
         self._exchanged = now
         for number, node in self._nodes.items():
-            key = f"report {node.ticket}"
-            if node.ticket is not None and self._store.check([key]):
-                self._read(number, node, json.loads(self._store.get(key)), now)
-            silence, has_come = now - node.since, node.ticket is not None
-            if self._elastic:
-                if not node.lost and silence > (LOST_S if has_come else self._timeout):
-                    self._lose(number, node, silence)
-            elif has_come and not node.ended and silence > self._timeout:
-                self._failure = self._failure or no_answer(number, silence)
+            has_come = node.ticket is not None
+            if has_come and self._store.check([f"report {node.ticket}"]):
+                self._read(number, node, json.loads(self._store.get(f"report {node.ticket}")), now)
+            silence = now - node.since
+            if not self._elastic:
+                if has_come and not node.ended and silence > self._timeout:
+                    self._failure = self._failure or no_answer(number, silence)
+            elif not node.lost and silence > (LOST_S if has_come else self._timeout):
+                node.lost = True
+                say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
+                for rank in node.ranks.values():
+                    if rank.returncode is None:
+                        rank.send_signal(signal.SIGKILL)  # it runs if only the network failed
+                        rank.returncode = -signal.SIGKILL
         self._write()
+
+    def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
+        if report["beat"] == node.beat:
+            return
+        node.beat, node.since = report["beat"], now
+        for member, code in report["codes"].items():
+            rank = node.ranks[int(member)]
+            if rank.returncode is None:
+                rank.returncode = code
+        if self._elastic:
+            self.signals += report["signals"][node.signals :]
+            node.signals = len(report["signals"])
+        elif report["failure"] is not None:
+            self._failure = self._failure or f"machine {number}: {report['failure']}"
+        node.ended, node.left = node.ended or report["ended"], report["left"]
 
     def admit(self, most: int = 0, running: int = 0) -> list[int]:
         """Admits machines that have arrived; returns the machine of each rank to start, if late.
@@ -158,7 +168,6 @@ class Nodes:
         late: list[int] = []
 
         def start(number: int, count: int) -> str:
-            """Schedules `count` ranks on a machine; returns why not, or ""."""
             if running + len(late) + count > most:
                 return f"the job can use {most} ranks, and has {running + len(late)}"
             late.extend([number] * count)
@@ -174,10 +183,11 @@ class Nodes:
         self._waiting |= dict.fromkeys(range(self._drawn + 1, drawn + 1), now)
         self._drawn = drawn
         for ticket, since in list(self._waiting.items()):
-            # An agent that was stopped between the two calls in `arrive` leaves only a ticket.
+            # An agent that was stopped between two calls in `Link` leaves only a ticket.
             if self._store.check([f"arrival {ticket}"]):
                 arrival = json.loads(self._store.get(f"arrival {ticket}"))
-                answer = self._answer(ticket, arrival, now, since, start if most else None)
+                is_late = now - since > LOST_S + 1
+                answer = self._answer(Node(now, ticket), arrival, is_late, start if most else None)
                 if answer is not None:
                     del self._waiting[ticket]
                     self._write()  # before the answer: an admitted agent looks there for its orders
@@ -185,84 +195,51 @@ class Nodes:
         return late
 
     def _answer(
-        self,
-        ticket: int,
-        arrival: Mapping[str, Any],
-        now: float,
-        since: float,
-        start: Callable[[int, int], str] | None,
+        self, new: Node, arrival: Mapping[str, Any], is_late: bool, start: Start | None
     ) -> str | None:
-        """Admits an agent and returns "", or why it is refused; None while it has to wait."""
+        """Admits a machine and returns "", or why it is refused; None while it has to wait."""
         number, counts = arrival["node"], arrival["counts"]
-        node, is_late = self._nodes.get(number), now - since > LOST_S + 1
-        refusal = self._refusal(number, counts, arrival["elastic"], arrival["asked"])
-        if refusal is not None:
+        node, there_are = self._nodes.get(number), len(self._counts)
+        if (refusal := self._refusal(arrival)) is not None:
             if not self._elastic:
                 # Otherwise the other ranks would wait for this machine's until their timeout.
                 there = refusal.partition(":")[0].replace(" here ", " there ")
                 self._failure = self._failure or f"machine {number}: {there}"
             return refusal
-        if number > (there_are := len(self._counts)):
+        if number > there_are:  # the machine before it may still arrive
             text = f"--node-rank is {number}, and the next machine that comes is {there_are}"
-            return text if is_late else None  # the machine before it may still arrive
+            return text if is_late else None
         if node is not None and not node.lost:
-            if node.ticket is not None:
-                text = f"--node-rank {number} was given on two machines"
-                # An agent that restarts at once is not lost yet.
-                return text if is_late or not self._elastic else None
-            node.ticket, node.since = ticket, now
-            return ""
-        if start is None:
-            return None
-        refusal = start(number, counts[number])
-        if not refusal:
-            self._nodes[number] = Node(now, ticket)
+            if node.ticket is None:
+                node.ticket, node.since = new.ticket, new.since
+                return ""
+            # An agent that restarts at once is not lost yet.
+            text = f"--node-rank {number} was given on two machines"
+            return text if is_late or not self._elastic else None
+        refusal = start(number, counts[number]) if start is not None else None
+        if refusal == "":
+            self._nodes[number] = new
             if node is None:
                 self._counts.append(counts[number])
             again = node is not None and node.ticket is not None
             say(f"machine {number} {'rejoined' if again else 'joined'}")
         return refusal
 
-    def _refusal(
-        self, number: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
-    ) -> str | None:
+    def _refusal(self, arrival: Mapping[str, Any]) -> str | None:
+        number, counts, elastic = arrival["node"], arrival["counts"], arrival["elastic"]
         if elastic != self._elastic:
             here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
         there_are = len(self._counts)
         # In an elastic job a new machine appends its count; one that rejoins may lack later ones.
-        expected = self._counts + list(counts[there_are : number + 1] if elastic else ())
-        if list(counts) != expected[: len(counts)] or len(counts) < self._at_start:
+        expected = self._counts + (counts[there_are : number + 1] if elastic else [])
+        if counts != expected[: len(counts)] or len(counts) < self._at_start:
             texts = (",".join(map(str, some)) for some in (counts, self._counts))
             return "--nproc is {} here and {} on machine 0: it must be equal".format(*texts)
         for name, value in self._asked.items():
-            if asked.get(name) != value:
-                return f"{name} is {asked.get(name)} here and {value} on machine 0"
+            if arrival["asked"].get(name) != value:
+                return f"{name} is {arrival['asked'].get(name)} here and {value} on machine 0"
         return None
-
-    def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
-        if report["beat"] == node.beat:
-            return
-        node.beat, node.since = report["beat"], now
-        for member, code in report["codes"].items():
-            rank = node.ranks[int(member)]
-            if rank.code is None:
-                rank.code = code
-        if self._elastic:
-            for received in report["signals"][node.signals :]:
-                node.signals += 1
-                self.signals.append(received)
-        elif report["failure"] is not None:
-            self._failure = self._failure or f"machine {number}: {report['failure']}"
-        node.ended, node.left = node.ended or report["ended"], report["left"]
-
-    def _lose(self, number: int, node: Node, silence: float) -> None:
-        node.lost = True
-        say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
-        for rank in node.ranks.values():
-            if rank.code is None:
-                rank.send_signal(signal.SIGKILL)  # it may still run if only the network failed
-                rank.code = -signal.SIGKILL
 
     def _write(self) -> None:
         state = {
@@ -282,30 +259,26 @@ def no_answer(machine: int, silence: float) -> str:
 # On the other machines ----------------------------------------------------------------------------
 
 
-def arrive(
-    store: "dist.Store", node: int, counts: Sequence[int], elastic: bool, asked: Mapping[str, str]
-) -> int:
-    """Asks machine 0 to admit this machine; returns the ticket of this agent."""
-    arrival = {"node": node, "counts": list(counts), "elastic": elastic, "asked": dict(asked)}
-    try:
-        ticket: int = store.add("tickets", 1)
-        store.set(f"arrival {ticket}", json.dumps(arrival))
-        while not store.check([f"answer {ticket}"]):
-            time.sleep(EXCHANGE_S)
-        text = store.get(f"answer {ticket}").decode()
-    except RuntimeError:  # the store is gone
-        text = "the job ended before machine 0 let this machine in"
-    if text:
-        raise UsageError(text)
-    return ticket
-
-
 class Link:
-    """Exchanges reports and orders with machine 0, in a thread: a call to a lost store blocks."""
+    """Exchanges reports and orders with machine 0, in a thread: a call to a lost store blocks.
 
-    def __init__(self, store: "dist.Store", ticket: int, timeout: float) -> None:
-        self.ticket, self.timeout, self._store = ticket, timeout, store
-        self.job: dict[str, Any] | None = None  # the last job state that machine 0 has written
+    The constructor asks machine 0 to admit this machine; a UsageError if that refuses.
+    """
+
+    def __init__(self, store: "dist.Store", node: int, job: Job, timeout: float) -> None:
+        try:
+            self.ticket = str(store.add("tickets", 1))
+            store.set(f"arrival {self.ticket}", json.dumps({"node": node} | job._asdict()))
+            while not store.check([f"answer {self.ticket}"]):
+                time.sleep(EXCHANGE_S)
+            refusal = store.get(f"answer {self.ticket}").decode()
+        except RuntimeError:  # the store is gone
+            refusal = "the job ended before machine 0 let this machine in"
+        if refusal:
+            raise UsageError(refusal)
+        self.timeout, self._store = timeout, store
+        # The last state that machine 0 has written.
+        self.job: dict[str, Any] = {"orders": {self.ticket: []}, "failure": None, "end": None}
         self.report: dict[str, Any] = {"codes": {}, "signals": [], "failure": None, "ended": False}
         self.heard = time.monotonic()  # the time of machine 0's last heartbeat
         self.is_closed = False  # True once machine 0's store is gone
@@ -314,7 +287,7 @@ class Link:
         self._thread.start()
 
     def failure(self) -> str | None:
-        reason: str | None = None if self.job is None else self.job["failure"]
+        reason: str | None = self.job["failure"]
         silence = time.monotonic() - self.heard
         if reason is None and self.is_closed and not self.report["ended"]:
             reason = "machine 0 no longer answers"
@@ -328,7 +301,7 @@ class Link:
 
     def may_leave(self) -> bool:
         self.report["ended"] = True
-        return self.is_closed or (self.job is not None and self.job["end"] is not None)
+        return self.is_closed or self.job["end"] is not None
 
     def close(self, code: int) -> None:
         self.report["ended"] = self._last = True
@@ -345,7 +318,7 @@ class Link:
                 # The reply confirms that the report has arrived.
                 if self._store.check(["job"]) and not last:
                     job = json.loads(self._store.get("job"))
-                    if self.job is None or job["beat"] != self.job["beat"]:
+                    if job["beat"] != self.job.get("beat"):
                         self.heard = time.monotonic()
                     self.job = job
             except RuntimeError:  # machine 0's store is gone

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TextIO
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.launch import environment
 
-PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
@@ -24,14 +24,15 @@ def die_with_parent() -> None:
     parent = os.environ.get(environment.PARENT)
     # Without a launcher to wait for it, a rank started by hand may outlive its shell.
     launched = environment.launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
-    if not sys.platform.startswith("linux") or (parent is None and not launched):
+    if parent is not None or launched:
+        die_with(os.getppid() if parent is None else int(parent))
+
+
+def die_with(parent: int, number: int = signal.SIGKILL) -> None:
+    """Makes the kernel send this process a signal when its parent exits. Linux only."""
+    if not sys.platform.startswith("linux"):
         return
-    die_with(os.getppid() if parent is None else int(parent))
-
-
-def die_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent exits. Linux only."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     # Checked afterwards: a parent that exited before the call has sent no signal.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -60,6 +61,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     any other exception   1     the traceback
     ====================  ====  ================================================================
     """
+    code, text = 1, ""
     try:
         code = main()
     except PeerError:
@@ -69,25 +71,27 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         # first rank reports it, and its exit ends the others. A rank alive after 5 s has its own.
         if _place()[1] == 1 and not environment.reports_errors():
             time.sleep(5.0)
-        _say(f"error: {_printable(str(error))}")
-        code = 2
+        code, text = 2, f"error: {_printable(str(error))}"
     except KeyboardInterrupt:
         code = 130
     except SystemExit as end:  # argparse's --help
         code = end.code if isinstance(end.code, int) else 1
     except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
+        rank = _place()[0]
         if is_communication_error(error):
             # The failed peer reports the error, and its launcher stops this process meanwhile. If
             # all ranks notice at once (a timeout), the lowest rank reports first.
-            time.sleep(2.0 + 0.2 * min(_place()[0], 10))
+            time.sleep(2.0 + 0.2 * min(rank, 10))
             first = next(iter(str(error).splitlines()), type(error).__name__)
-            _say(f"error: rank {_place()[0]} lost the other ranks: {first}")
+            text = f"error: rank {rank} lost the other ranks: {first}"
         elif _is_of_backend(error):
-            _say(f"error: rank {_place()[0]}: {_printable(_cause(str(error)))}")
+            text = f"error: rank {rank}: {_printable(_cause(str(error)))}"
         else:
             lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
-            _say("".join(f"[rank {_place()[0]}] {line}" for line in lines))
-        code = 1
+            text = "".join(f"[rank {rank}] {line}" for line in lines).rstrip("\n")
+    if text:
+        colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        say(f"\033[31m{text}\033[0m" if colour else text)
     flush(sys.stdout)
     if code:
         os._exit(code)  # the destructors of MPI and gloo wait for peers, which wait for this rank
@@ -158,15 +162,9 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def _say(text: str) -> None:
-    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    text = text.rstrip("\n")
-    say(f"\033[31m{text}\033[0m" if colour else text)
-
-
-def say(text: str) -> None:
-    """Prints a line to standard error."""
-    write_line(text, sys.stderr)
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints a line, to standard error by default; to /dev/null from then on if that fails."""
+    flush(sys.stderr if stream is None else stream, f"{text}\n")
 
 
 def replace_closed_streams() -> None:
@@ -177,11 +175,6 @@ def replace_closed_streams() -> None:
             stream = open(os.devnull, "r+")  # noqa: SIM115
             os.set_inheritable(stream.fileno(), True)
             setattr(sys, name, stream)
-
-
-def write_line(text: str, stream: TextIO) -> None:
-    """Prints a line and flushes it; redirects the stream to /dev/null if that fails."""
-    flush(stream, f"{text}\n")
 
 
 def flush(stream: TextIO, text: str = "") -> None:
@@ -195,4 +188,4 @@ def flush(stream: TextIO, text: str = "") -> None:
         os.close(null)
         if stream is sys.stdout:
             why = f"warning: standard output cannot be written to ({error.strerror})"
-            write_line(f"{why}: continuing without", sys.stderr)
+            say(f"{why}: continuing without")

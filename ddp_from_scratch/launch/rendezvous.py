@@ -16,18 +16,17 @@ import ipaddress
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.environment import MACHINE_0
-from ddp_from_scratch.launch.rank_process import write_line
+from ddp_from_scratch.launch.rank_process import say
 
 SECRET = "DDP_SECRET"
 _LEAST_SECRET = 16  # characters
@@ -39,30 +38,39 @@ _GREETING = b"ddp_from_scratch rendezvous 1\n"
 _NONCE_BYTES = _PROOF_BYTES = 32
 
 
-class Rendezvous:
-    """A store on machine 0 for the agents and ranks of all, and variables for the ranks."""
+@contextmanager
+def open_store(
+    node_rank: int, addr: str, port: int, timeout: float
+) -> Iterator[tuple[dist.Store, dict[str, str]]]:
+    """Yields machine 0's store, for the agents and ranks of all, and variables for the ranks."""
+    # May fail, so a new secret is printed only afterwards.
+    outside = _listen(addr, port) if node_rank == 0 else None
+    secret = _secret(node_rank, addr, port)
+    if node_rank > 0:
+        answers = _await_answer(addr, port, secret, timeout)
+    # Where machine 0's store listens; on the others, what their agents forward to its gate.
+    inside = socket.create_server(("127.0.0.1", 0))
+    local: int = inside.getsockname()[1]
 
-    def __init__(self, node_rank: int, addr: str, port: int, timeout: float) -> None:
-        # May fail, so a new secret is printed only afterwards.
-        outside = _listen(addr, port) if node_rank == 0 else None
-        secret = _secret(node_rank, addr, port)
-        if node_rank > 0:
-            answers = _await_answer(addr, port, secret, timeout)
-        # Where machine 0's store listens; on the others, what their agents forward to its gate.
-        inside = socket.create_server(("127.0.0.1", 0))
-        local: int = inside.getsockname()[1]
-        self._listener = outside or inside
+    def onward(visitor: socket.socket) -> socket.socket:
+        if node_rank == 0:
+            check(visitor, secret)
+            return socket.create_connection(("127.0.0.1", local))
+        connection = socket.create_connection(answers, timeout)
+        prove(connection, secret, time.monotonic() + timeout)
+        return connection
 
-        def onward(visitor: socket.socket) -> socket.socket:
-            if node_rank == 0:
-                check(visitor, secret)
-                return socket.create_connection(("127.0.0.1", local))
-            connection = socket.create_connection(answers, timeout)
-            prove(connection, secret, time.monotonic() + timeout)
-            return connection
-
-        forward(self._listener, onward)
-        self.store = dist.TCPStore(
+    listener = outside or inside
+    _start(_forward, listener, onward)
+    for_ranks = {  # which are clients of this store as of torchrun's agent
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(local),
+        MACHINE_0: addr,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    try:
+        store = dist.TCPStore(
             "127.0.0.1",
             local,
             is_master=node_rank == 0,
@@ -70,19 +78,11 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=inside.detach() if node_rank == 0 else None,
         )
-        self.environment = {  # for the ranks, clients of this store as of torchrun's agent
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(local),
-            MACHINE_0: addr,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-        }
-
-    def close(self) -> None:
-        """Closes the listener. Idempotent."""
+        yield store, for_ranks
+    finally:
         with suppress(OSError):  # wakes the thread in `accept`, which would keep the socket open
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
 
 
 def _secret(node_rank: int, addr: str, port: int) -> bytes:
@@ -95,10 +95,9 @@ def _secret(node_rank: int, addr: str, port: int) -> bytes:
                 f"own on every machine"
             )
         secret = secrets.token_hex(16)
-        write_line(
+        say(
             f"machine 0 waits at {addr}:{port}; on the others, before the command: "
-            f"export {SECRET}={secret}",
-            sys.stderr,
+            f"export {SECRET}={secret}"
         )
     if len(secret) < _LEAST_SECRET:
         raise UsageError(
@@ -199,19 +198,15 @@ def check(connection: socket.socket, secret: bytes) -> None:
     connection.settimeout(None)
 
 
-def forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
+def _forward(listener: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:
     """Forwards each connection to the one that `onward` opens, until `listener` is closed."""
-
-    def accept() -> None:
-        while listener.fileno() >= 0:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                time.sleep(_RETRY_S)  # a closed listener ends the loop; other errors must not spin
-                continue
-            _start(_join, connection, onward)
-
-    _start(accept)
+    while listener.fileno() >= 0:
+        try:
+            connection, _ = listener.accept()
+        except OSError:
+            time.sleep(_RETRY_S)  # a closed listener ends the loop; other errors must not spin
+            continue
+        _start(_join, connection, onward)
 
 
 def _join(connection: socket.socket, onward: Callable[[socket.socket], socket.socket]) -> None:

@@ -1,13 +1,11 @@
 """Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
-import ctypes
 import fcntl
 import os
 import pickle
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.agent import Agent, Child
+from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
-from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
-from ddp_from_scratch.launch.rank_process import PR_SET_PDEATHSIG, run_to_exit, say
+from ddp_from_scratch.launch.nodes import Job, Link, Nodes
+from ddp_from_scratch.launch.rank_process import die_with, run_to_exit, say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -91,9 +89,7 @@ def start_ranks(
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
     if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
         raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
-    elastic = max_restarts is not None
-    nodes: Nodes | None = None
-    link: Link | None = None
+    peers: Nodes | Link | None = None
     with ExitStack() as stack:
         folder = stack.enter_context(_run_folder())
         if callable(command):
@@ -102,22 +98,21 @@ def start_ranks(
         store: FileStore | dist.Store = FileStore(folder)
         if len(counts) > 1:
             # Imports torch, which the agent of a single machine does without.
-            from ddp_from_scratch.launch.rendezvous import Rendezvous
+            from ddp_from_scratch.launch.rendezvous import open_store
 
-            rendezvous = Rendezvous(node_rank, master_addr, master_port, timeout)
-            stack.callback(rendezvous.close)
-            store = rendezvous.store
-            common |= rendezvous.environment
+            met = stack.enter_context(open_store(node_rank, master_addr, master_port, timeout))
+            store, common = met[0], common | met[1]
+            job = Job([*counts], max_restarts is not None, {**asked})
             if node_rank == 0:
-                nodes = Nodes(store, counts, elastic, asked, timeout)
+                peers = Nodes(store, job, timeout)
             else:
-                link = Link(store, arrive(store, node_rank, counts, elastic, asked), timeout)
+                peers = Link(store, node_rank, job, timeout)
         else:
             common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
         if max_restarts is None:
-            ranks = environment.rank_environments(counts, node_rank)
-            here = range(len(ranks))
-            return Agent(command, lambda at: common | ranks[at], here, preload, nodes or link).run()
+            here = environment.rank_environments(counts, node_rank)
+            ranks = {int(variables["RANK"]): common | variables for variables in here}
+            return Agent(command, ranks.__getitem__, ranks, preload, peers).run()
         (alone,) = environment.rank_environments([1], 0)  # its world until its first generation
 
         def environment_of(member: int) -> dict[str, str]:
@@ -125,10 +120,18 @@ def start_ranks(
             own = {environment.MEMBER: str(member), environment.RENDEZVOUS_FILE: file}
             return common | alone | own
 
-        if link is not None:
-            return NodeAgent(command, environment_of, link, preload).run()
-        job = counts, max_restarts, JobStore(store)
-        return ElasticAgent(command, environment_of, *job, preload, nodes).run()
+        if isinstance(peers, Link):
+            return NodeAgent(command, environment_of, (), preload, peers).run()
+        return ElasticAgent(
+            command,
+            environment_of,
+            range(sum(counts)),
+            preload,
+            peers=peers,
+            counts=counts,
+            max_restarts=max_restarts,
+            store=JobStore(store),
+        ).run()
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
@@ -139,25 +142,15 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         if os.isatty(stream):
             defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
-    return _MpirunAgent(full, lambda _: defaults | os.environ, range(1)).run()
-
-
-class _MpirunAgent(Agent):
-    """One child, mpirun, which watches the ranks itself."""
-
-    # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
-    ladder = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
-
-    def _spawn(self, environ: dict[str, str]) -> Child:
-        libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-        return subprocess.Popen(
-            self._command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-            # Set here because mpirun cannot do it itself, as ranks do in `die_with_parent`.
-            preexec_fn=lambda: libc and libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
-        )
+    return Agent(
+        full,
+        lambda _: defaults | os.environ,
+        range(1),
+        # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
+        ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),
+        set_up=partial(die_with, os.getpid(), signal.SIGTERM),  # which mpirun itself does not do
+        name=Path(full[0]).name,
+    ).run()
 
 
 # A function as a command --------------------------------------------------------------------------

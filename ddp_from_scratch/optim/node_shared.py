@@ -129,7 +129,7 @@ class NodeSharedOptimizer(FlatOptimizer):
 
     def _allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         self._moved = True
-        return self._group.empty_for_all(numel, like.dtype)
+        return self._group.empty(numel, like.dtype, for_all=True)
 
     @torch.no_grad()
     def _step_bucket(self, bucket: Bucket) -> None:

@@ -15,8 +15,7 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.errors import shortened
-from ddp_from_scratch.group import of_member
-from ddp_from_scratch.waiting import wait
+from ddp_from_scratch.group import of_member, wait
 
 # In nested tuples, lists, dicts and dataclasses, as for torch's DistributedDataParallel.
 find_tensors: Callable[[object], Iterable[torch.Tensor]] = _find_tensors

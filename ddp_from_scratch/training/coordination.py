@@ -17,12 +17,11 @@ import torch.distributed as dist
 import ddp_from_scratch
 from ddp_from_scratch import gpu
 from ddp_from_scratch.errors import PeerError, UsageError
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.group import wait
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
-from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.world import World
 
 
@@ -39,7 +38,7 @@ def together(group: dist.ProcessGroup | None) -> Iterator[None]:
         mine = error
     # Otherwise the other ranks would wait for one that is gone.
     failed = torch.tensor([int(mine is not None)])
-    wait(of_member(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True)))
+    wait(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
     if not failed.item():
         return
     texts: list[str | None] = [None] * dist.get_world_size(group)

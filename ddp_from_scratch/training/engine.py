@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ddp_from_scratch import comm_hooks
 from ddp_from_scratch.core.layout import AUTO
+from ddp_from_scratch.elasticity import Membership, hand_on
 from ddp_from_scratch.errors import UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.membership import Membership, hand_on
 from ddp_from_scratch.optim.flat_optimizer import SGD
 from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
 from ddp_from_scratch.reducer import Reducer

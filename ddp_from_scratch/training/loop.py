@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from ddp_from_scratch import gpu
 from ddp_from_scratch.core.layout import AUTO
 from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError, one_line
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.group import wait
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.training import checkpoint
@@ -32,7 +32,6 @@ from ddp_from_scratch.training.engine import Engine
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.waiting import wait
 from ddp_from_scratch.watch.render import as_text
 from ddp_from_scratch.watch.timeline import TOO_FEW
 from ddp_from_scratch.world import World
@@ -176,7 +175,7 @@ class Trainer(Engine):
 
             self.reducer.run_virtual_ranks(run)
         if self.membership.elastic:
-            wait(of_member(dist.all_reduce(totals, async_op=True)))
+            wait(dist.all_reduce(totals, async_op=True))
         # Nothing communicates from here on, so a step that a lost rank aborts changes nothing.
         self.totals += totals
         self.scaler.step(self.optimizer)
@@ -281,7 +280,7 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
             outputs = model(images.to(world.device, non_blocking=True))
         totals[0] += (outputs.argmax(1) == labels).sum()
         totals[1] += len(labels)
-    wait(of_member(dist.all_reduce(totals, async_op=True)))
+    wait(dist.all_reduce(totals, async_op=True))
     correct, count = totals.tolist()
     return float(correct / count)
 

@@ -17,6 +17,7 @@ Examples:
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -121,7 +122,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         code = _start(settings, options, [sys.executable, *program, *arguments])
         if code is not None:
             return code
-    elif not environment.started_here():
+    elif environment.STARTED_HERE not in os.environ:
         if settings.elastic:
             raise UsageError(
                 f"--elastic is for starting without a launcher: {launcher} ends or restarts all "

@@ -11,7 +11,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from ddp_from_scratch.errors import UsageError, needs_extra
-from ddp_from_scratch.launch.rank_process import write_line
+from ddp_from_scratch.launch.rank_process import say
 
 
 class Report:
@@ -40,15 +40,15 @@ class Report:
         if self.speaks and not self._quiet:
             # Hides the bar meanwhile.
             with tqdm.external_write_mode(file=sys.stdout):
-                write_line(text, sys.stdout)
+                say(text, sys.stdout)
 
     def warning(self, text: str) -> None:
         if self.speaks:  # also when quiet
-            write_line(f"warning: {text}", sys.stderr)
+            say(f"warning: {text}")
 
     def result(self, text: str) -> None:
         if self.speaks:  # also when quiet
-            write_line(text, sys.stdout)
+            say(text, sys.stdout)
 
 
 METRICS_FILE = "metrics.jsonl"

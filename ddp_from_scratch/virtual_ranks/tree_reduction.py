@@ -29,8 +29,13 @@ from torch.nn.functional import pad
 from ddp_from_scratch import gpu
 from ddp_from_scratch.comm_hooks import Later
 from ddp_from_scratch.core.bucket import Bucket, Future
-from ddp_from_scratch.group import all_gather_single, check_group, of_member
-from ddp_from_scratch.waiting import may_be_left_behind, wait
+from ddp_from_scratch.group import (
+    all_gather_single,
+    check_group,
+    may_be_left_behind,
+    of_member,
+    wait,
+)
 
 
 def seed_generators(seed: int) -> None:
@@ -170,7 +175,7 @@ class TreeReduction:
             own = self._fold([*chain.from_iterable(blocks)], received.unbind())
             in_place = into.numel() == chunk * ranks and not may_be_left_behind()
             gathered = into if in_place else own.new_empty(chunk * ranks)
-            wait(of_member(all_gather_single(gathered, own, group=group, async_op=True)))
+            wait(all_gather_single(gathered, own, group=group, async_op=True))
             if not in_place:
                 into.copy_(gathered[: into.numel()])
             return bucket.buffer()

@@ -28,7 +28,7 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.errors import shortened
-from ddp_from_scratch.group import all_gather_single, of_member, on_gpu_of
+from ddp_from_scratch.group import all_gather_single, on_gpu_of, wait
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.sync.sync_batch_norm import Gather, SyncBatchNorm, several_batches
 from ddp_from_scratch.virtual_ranks.tree_reduction import (
@@ -38,7 +38,6 @@ from ddp_from_scratch.virtual_ranks.tree_reduction import (
     set_generator_states,
     virtual_rank_range,
 )
-from ddp_from_scratch.waiting import wait
 
 _DIFFERENT_LAYERS = (
     "virtual ranks of this rank differ in their synchronised batch norms: each must run the same "
@@ -234,7 +233,7 @@ class VirtualRanks(Extension):
         mine = pad(rows, (0, 0, 0, max(counts) - len(rows)))
         everyone = rows.new_empty(ranks, *mine.shape)
         work = all_gather_single(everyone.view(-1), mine.view(-1), group=group, async_op=True)
-        wait(of_member(work))
+        wait(work)
         return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])
 
     @contextmanager

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.backend import mpi_transport
+from ddp_from_scratch.backend import mpi_group
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
-from ddp_from_scratch.backend.mpi_transport import MPITransport
+from ddp_from_scratch.backend.mpi_group import MPITransport
 from ddp_from_scratch.backend.stage import PIECE
 from ddp_from_scratch.backend.transport import GlooTransport
 from tests.support import soak
@@ -57,8 +57,8 @@ def test_random_operations_give_what_numpy_gives(crew):
 def test_random_operations_between_machines(world):
     """Each rank stands for a machine, and MPI can count to 1,024 only."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mpi_transport, "COUNTABLE", 1024)
-        patch.setattr(mpi_transport, "BLOCK", 256)
+        patch.setattr(mpi_group, "COUNTABLE", 1024)
+        patch.setattr(mpi_group, "BLOCK", 256)
         patch.setattr(soak, "GROUPS", 2)
         for kind in (GlooTransport, MPITransport):
             patch.setattr(kind, "split_by_machine", lambda t: t.split(t.rank))
@@ -165,7 +165,7 @@ def test_a_fast_rank_overwrites_nothing_that_a_slow_one_still_needs(world):
 @on("node-6")  # mpi has the same barrier
 def test_nobody_leaves_a_meeting_of_several_rounds_before_all_have_come(world):
     n, r = world.world_size, world.rank
-    came = dist.group.WORLD.empty_for_all(n, torch.int64)  # the round that each has reached
+    came = dist.group.WORLD.empty(n, torch.int64, for_all=True)  # the round that each has reached
     came[r] = 0
     dist.barrier()
     for number in range(1, n + 1):

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import waiting
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.node import abandon_beside, shared_memory_beside
+from ddp_from_scratch.node import shared_memory_beside
 from tests.support.on_ranks import on
 
 
@@ -92,7 +91,7 @@ def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(world):
 @contextlib.contextmanager
 def an_elastic_job(folder):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(waiting, "_is_broken", (Path(folder) / "lost").exists)
+        patched.setattr("ddp_from_scratch.group._is_broken", (Path(folder) / "lost").exists)
         yield
 
 
@@ -117,7 +116,7 @@ def abandoned(world, folder):
             work, after = (group.allreduce([tensor]) for _ in range(2))
             while group.checked_barrier._memory.arrived[0][0] < 2:  # it waits there
                 os.sched_yield()
-            abandon_beside(own)
+            group.abandon()
             # At once: nothing may write to the tensor any more.
             assert work.is_completed()
             assert after.is_completed()
@@ -128,8 +127,7 @@ def abandoned(world, folder):
         else:
             seen(folder, "left")
             text = error_of(group.allreduce([tensor]))
-            abandon_beside(own)
-        abandon_beside(own)  # there is none any more
+            group.abandon()
         dist.destroy_process_group(own)
     return text
 
@@ -154,7 +152,7 @@ def lost(world, folder):
             (Path(folder) / "heard").touch()
         else:
             seen(folder, "heard")
-        abandon_beside(own)
+        group.abandon()
         dist.destroy_process_group(own)
         # Memory that is set up waits for nobody, either.
         own = dist.new_group([0, 1])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.backend.mpi_tools import IS_OFFERED, recorder_is_on
+from ddp_from_scratch.mpi import IS_OFFERED, recorder_is_on
 from tests.support.ranks import mpirun
 
 recorded = pytest.mark.skipif(

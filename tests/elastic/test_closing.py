@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import waiting
+from ddp_from_scratch import group
 from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.membership import close_default_group
+from ddp_from_scratch.node import close_default_group
 
 
 def closed_on_rank_1(world, folder):
@@ -69,17 +69,17 @@ class Work:
 
 
 def test_a_late_rank_is_waited_for_only_where_ranks_may_be_lost(monkeypatch):
-    monkeypatch.setattr(waiting, "_is_broken", None)
+    monkeypatch.setattr(group, "_is_broken", None)
     work = Work(ends=1)
-    waiting.wait(work)
+    group.wait(work)
     assert work.waits == [None]
-    assert not waiting.may_be_left_behind()
+    assert not group.may_be_left_behind()
     answers = iter([False] * 3 + [True])
-    waiting.look_for_lost_ranks(lambda: next(answers))
+    group.look_for_lost_ranks(lambda: next(answers))
     work = Work(ends=3)
-    waiting.wait(work)
+    group.wait(work)
     assert len(work.waits) == 3
     assert None not in work.waits
-    assert waiting.may_be_left_behind()
+    assert group.may_be_left_behind()
     with pytest.raises(CommunicationError, match="a rank of the group was lost"):
-        waiting.wait(Work(ends=3))
+        group.wait(Work(ends=3))

@@ -9,7 +9,7 @@ import signal
 
 import torch.distributed as dist
 
-from ddp_from_scratch.launch import agent, elastic, nodes, start
+from ddp_from_scratch.launch import agent, elastic, nodes
 from ddp_from_scratch.launch.elastic import JobStore
 
 LIMIT_S = 10.0  # more than any time that a agent waits by itself
@@ -64,8 +64,7 @@ class Job:
         self.elsewhere, self.told, self.may_all_leave = None, [], False
         for module in (agent, elastic, nodes):
             monkeypatch.setattr(module, "time", self)
-        for module in (agent, start):
-            monkeypatch.setattr(module, "subprocess", self)
+        monkeypatch.setattr(agent, "subprocess", self)
         monkeypatch.setattr(agent, "_is_stopped", lambda rank: False)
 
     def run(self, agent, events=""):

@@ -2,12 +2,13 @@
 
 import signal
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 
+from ddp_from_scratch.launch import start
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent, NodeAgent
-from ddp_from_scratch.launch.start import _MpirunAgent
 from tests.launch.fake_ranks import Job
 from tests.support.simulation import Simulation
 from tests.support.tiers import slow
@@ -134,10 +135,12 @@ MPIRUN = {
 
 
 @pytest.mark.parametrize("name", MPIRUN)
-def test_signals_that_mpirun_gets(name, job, capfd):
-    check(
-        MPIRUN[name], job, capfd, _MpirunAgent(["/usr/bin/mpirun", "true"], lambda _: {}, range(1))
-    )
+def test_signals_that_mpirun_gets(name, job, capfd, monkeypatch):
+    monkeypatch.setattr(start.environment, "mpirun_command", lambda *_: (["/usr/bin/mpirun"], {}))
+    case = MPIRUN[name]
+    assert job.run(Mock(run=lambda: start.start_mpirun(1, [])), case.events) == case.code
+    assert capfd.readouterr().err.splitlines() == ["starting: /usr/bin/mpirun", *case.said]
+    assert job.signals() == case.signals
 
 
 def lost(member, how, left, failure, of=3):
@@ -212,19 +215,20 @@ def environment(member):
 @pytest.mark.parametrize("name", ELASTIC)
 def test_ranks_of_an_elastic_job(name, job, capfd):
     case = ELASTIC[name]
-    counts = [case.nproc], case.max_restarts
-    check(case, job, capfd, ElasticAgent(["true"], environment, *counts, job.said))
+    mine = {"counts": [case.nproc], "max_restarts": case.max_restarts, "store": job.said}
+    check(case, job, capfd, ElasticAgent(["true"], environment, range(case.nproc), **mine))
     started = case.nproc + sum("starting another" in line for line in case.said)
     assert [rank.environ["DDP_MEMBER"] for rank in job.ranks] == [*map(str, range(started))]
 
 
 class Link:
-    ticket, timeout, job = 7, 40.0, None
+    ticket, timeout = "7", 40.0
     is_closed, silent_since = False, float("inf")
 
     def __init__(self, job):
         self._job, self.report, self.closed_with = job, {}, None
         job.link = self
+        job.hears()
 
     @property
     def heard(self):
@@ -260,7 +264,7 @@ OBEYING = {
 @pytest.mark.parametrize("name", OBEYING)
 def test_a_machine_that_is_not_machine_0(name, job, capfd):
     case, link = OBEYING[name], Link(job)
-    check(case, job, capfd, NodeAgent(["true"], environment, link))
+    check(case, job, capfd, NodeAgent(["true"], environment, (), peers=link))
     assert link.closed_with == (1 if case.code is None else case.code)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import nodes
-from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
+from ddp_from_scratch.launch.nodes import Link, Nodes
 
 
 class Job:
@@ -19,7 +19,7 @@ class Job:
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
         self.store = dist.HashStore()
         self.joined, self.most = [], 9
-        self.machines = Nodes(self.store, counts, elastic, {"--lr": "0.1"}, 60.0)
+        self.machines = Nodes(self.store, nodes.Job(counts, elastic, {"--lr": "0.1"}), 60.0)
 
     def comes(self, node, *counts, lr="0.1", elastic=True):
         """An agent of this machine comes; its answer, None where there is none yet."""
@@ -186,12 +186,14 @@ def until(holds):
 
 
 def test_machine_0_has_gone():
-    gone = Mock(**{f"{name}.side_effect": RuntimeError for name in ("set", "add")})
-    link = Link(gone, 7, 60.0)
+    asks = 1, nodes.Job([1, 1], False, {}), 60.0
+    gone = Mock(**{"get.return_value": b"", "set.side_effect": [None] + [RuntimeError] * 2})
+    link = Link(gone, *asks)
     until(lambda: link.is_closed)
     assert link.failure() == "machine 0 no longer answers"
-    link = Link(gone, 7, 60.0)
+    gone.set.side_effect = [None, RuntimeError]
+    link = Link(gone, *asks)
     until(link.may_leave)
     assert link.failure() is None  # its ranks have ended, and machine 0 has left as well
     with pytest.raises(UsageError, match="ended before machine 0 let this machine in"):
-        arrive(gone, 1, [1, 1], False, {})
+        Link(Mock(**{"add.side_effect": RuntimeError}), *asks)

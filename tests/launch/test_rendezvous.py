@@ -3,14 +3,14 @@
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from unittest.mock import Mock
 
 import pytest
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import rendezvous
-from ddp_from_scratch.launch.rendezvous import Rendezvous, StrangerError
+from ddp_from_scratch.launch.rendezvous import StrangerError, open_store
 from tests.support.ranks import listening
 
 HERE = "127.0.0.1"
@@ -26,15 +26,10 @@ def port(monkeypatch):
 
 @pytest.fixture
 def machine(port):
-    opened = []
-
-    def open_one(node_rank, timeout=30.0):
-        opened.append(Rendezvous(node_rank, HERE, port, timeout))
-        return opened[-1]
-
-    yield open_one
-    for one in reversed(opened):
-        one.close()
+    with ExitStack() as stack:
+        yield lambda node_rank, timeout=30.0: stack.enter_context(
+            open_store(node_rank, HERE, port, timeout)
+        )
 
 
 def refusal(open_one, *arguments, **named):

@@ -190,7 +190,7 @@ def test_returns_when_all_shares_are_written(world):
     model, _, optimizer, step = linear(model=nn.Linear(300, 300, bias=False))
     step(torch.ones(1, 300))  # frees what has moved
     group = optimizer._group
-    came = group.empty_for_all(1, torch.int64).zero_()
+    came = group.empty(1, torch.int64, for_all=True).zero_()
     dist.barrier()
     reduce_to_owners, barrier = group.reduce_to_owners, group.barrier
 

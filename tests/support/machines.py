@@ -11,7 +11,7 @@ import torch.distributed as dist
 import ddp_from_scratch as ddp
 from ddp_from_scratch.backend.all_reduce import STAGED_FROM
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
-from ddp_from_scratch.backend.mpi_transport import MPITransport
+from ddp_from_scratch.backend.mpi_group import MPITransport
 from ddp_from_scratch.backend.reduction import CHUNK
 from ddp_from_scratch.backend.stage import PIECE
 from ddp_from_scratch.backend.transport import GlooTransport

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddp_from_scratch.launch.environment import rank_environments
-from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkedRank, ForkServer, can_fork
+from ddp_from_scratch.launch.fork_server import OPTIMIZERS, ForkServer, RemoteRank, can_fork
 
 ROOT = Path(__file__).parents[2]
 START_LIMIT_S = 90.0
@@ -63,7 +63,7 @@ class Crew:
 
     def _launch(
         self, command: list[str], environ: dict[str, str], log: BinaryIO
-    ) -> "subprocess.Popen[bytes] | ForkedRank":
+    ) -> "subprocess.Popen[bytes] | RemoteRank":
         # Whatever a rank starts has as many threads as the rank: another number, other bits.
         environ |= {"OMP_NUM_THREADS": "1"}
         if can_fork(command):

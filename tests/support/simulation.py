@@ -25,12 +25,12 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import elasticity, membership
+from ddp_from_scratch import elasticity
 from ddp_from_scratch.elasticity import ElasticRun
 from ddp_from_scratch.errors import CommunicationError, UsageError
-from ddp_from_scratch.launch import agent, elastic, nodes
+from ddp_from_scratch.launch import agent, elastic, fork_server, nodes
 from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore, NodeAgent
-from ddp_from_scratch.launch.nodes import Link, Nodes, arrive
+from ddp_from_scratch.launch.nodes import Job, Link, Nodes
 
 STEPS, STEP_S, MAX_RESTARTS = 12, 0.5, 4
 LIMIT_S = 600.0  # of virtual time: a job that lasts longer waits for ever
@@ -210,9 +210,9 @@ REPLACED = {
     agent: "time subprocess say _is_stopped",
     elastic: "time say",
     nodes: "time say threading",
-    membership: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
-    "cut_when_broken",
-    elasticity: "dist hand_on",
+    fork_server: "time",
+    elasticity: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
+    "cut_when_broken hand_on",
 }
 
 
@@ -250,7 +250,7 @@ class Simulation:
             for name in ("signal", "getsignal"):
                 stack.enter_context(patch.object(signal, name))
             number_of = lambda _, generation: generation.number  # noqa: E731
-            stack.enter_context(patch.object(membership.Membership, "_group_store", number_of))
+            stack.enter_context(patch.object(elasticity.Membership, "_group_store", number_of))
             self._run_tasks()
         self.code = self.agents[0].code
         if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank is left that has trained
@@ -293,18 +293,19 @@ class Simulation:
         number, store = process.machine, Store(process)
         arguments = ["true"], lambda member: {"DDP_MEMBER": str(member)}
         if number:
-            ticket = arrive(store, number, self.counts, True, {})
-            return NodeAgent(*arguments, Link(store, ticket, 60.0)).run()
-        others = Nodes(store, self.counts, True, {}, 60.0) if len(self.counts) > 1 else None
-        job = self.counts, MAX_RESTARTS, JobStore(store)
-        return ElasticAgent(*arguments, *job, nodes=others).run()
+            link: Any = Link(store, number, Job(self.counts, True, {}), 60.0)
+            return NodeAgent(*arguments, (), peers=link).run()
+        others = Nodes(store, Job(self.counts, True, {}), 60.0) if len(self.counts) > 1 else None
+        job: Any = {"counts": self.counts, "max_restarts": MAX_RESTARTS, "store": JobStore(store)}
+        return ElasticAgent(*arguments, range(sum(self.counts)), peers=others, **job).run()
 
     def _rank(self, process: Process) -> int:
         self.sleep(self.random.uniform(0.0, 1.0))  # it imports
         optimizer = Optimizer()
         most_ranks = max(8, sum(self.counts))
-        reducer = Mock(virtual_rank_count=most_ranks, module=torch.nn.Module())
-        run: Any = ElasticRun(Mock(rank=0), reducer, optimizer, timeout=60.0)
+        reducer = Mock(module=torch.nn.Module())
+        membership: Any = elasticity.Membership(Mock(rank=0), most_ranks, 60.0)
+        run: Any = ElasticRun(membership, reducer, optimizer)
         for attempt in run.attempts(STEPS):
             with attempt:
                 self.sleep(STEP_S * self.random.uniform(0.5, 1.5))

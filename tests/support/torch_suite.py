@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import mpi
-from ddp_from_scratch.backend.mpi_transport import MPI
+from ddp_from_scratch.backend.mpi_group import MPI
 from tests.support.torch_ddp_suite import outcome, suite_of
 
 TEST_LIMIT_S = 30  # for one test; then its stacks are printed and the run ends

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.membership import close_default_group
+from ddp_from_scratch.node import close_default_group
 from tests.support.on_ranks import on
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
@@ -97,7 +97,7 @@ def killed(world, name, rendezvous):
         next(training.model.parameters()).register_hook(die)
     with pytest.raises(RuntimeError):
         training.train(first=1)
-    close_default_group()  # torch's own waits for what gloo never ends (`waiting.py`)
+    close_default_group()  # torch's own waits for what gloo never ends (`group.py`)
     store, limit = dist.FileStore(rendezvous, 2), timedelta(seconds=20)
     ways = {"rank": world.rank // 2, "world_size": 2}
     dist.init_process_group("gloo", store=store, timeout=limit, **ways)
