@@ -35,7 +35,7 @@ from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.watch.recorder import StepTimes
 from ddp_from_scratch.watch.render import Spans, computed, draw_panels, legend, line, sent
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.world import World
 
 RUNGS: dict[str, dict[str, Any]] = {
     "naive": {"bucket_cap_mb": 0, "overlap": False, "shared_memory": False},

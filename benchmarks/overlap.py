@@ -48,7 +48,7 @@ from ddp_from_scratch.bench.results import Interval, Samples, median_interval, t
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.world import World
 
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"

@@ -33,7 +33,7 @@ from ddp_from_scratch.bench.results import Samples, median_interval, text_table
 from ddp_from_scratch.bench.timing import check_ranks, interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.world import World
 
 TIMES = (1, 2, 8)
 ORDINARY = "Reducer"

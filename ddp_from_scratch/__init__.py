@@ -16,13 +16,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp_from_scratch import comm_hooks
-    from ddp_from_scratch.elasticity import elastic
-    from ddp_from_scratch.errors import UsageError
+    from ddp_from_scratch.common.errors import CommunicationError, UsageError
     from ddp_from_scratch.launch.start import start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
-    from ddp_from_scratch.options import power_sgd
+    from ddp_from_scratch.options import comm_hooks, power_sgd
     from ddp_from_scratch.reducer import Reducer
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
     from ddp_from_scratch.sync.check_sync import check_sync
@@ -30,7 +28,8 @@ if TYPE_CHECKING:
     from ddp_from_scratch.torch_ddp.join import JoinableReducer, join
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
     from ddp_from_scratch.watch.timeline import timeline
-    from ddp_from_scratch.world import World, process_group
+    from ddp_from_scratch.world.elastic import elastic
+    from ddp_from_scratch.world.world import World, process_group
 
 __version__ = "0.1.0"
 
@@ -38,6 +37,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "CommunicationError",
     "DistributedDataParallel",
     "JoinableReducer",
     "NodeSharedAdam",
@@ -65,6 +65,7 @@ _MODULES = {
     "SGD": "optim.flat_optimizer",
     "Adam": "optim.flat_optimizer",
     "AdamW": "optim.flat_optimizer",
+    "CommunicationError": "common.errors",
     "DistributedDataParallel": "torch_ddp.wrapper",
     "JoinableReducer": "torch_ddp.join",
     "NodeSharedAdam": "optim.node_shared",
@@ -72,17 +73,17 @@ _MODULES = {
     "NodeSharedSGD": "optim.node_shared",
     "Reducer": "reducer",
     "SyncBatchNorm": "sync.sync_batch_norm",
-    "UsageError": "errors",
-    "World": "world",
+    "UsageError": "common.errors",
+    "World": "world.world",
     "broadcast_buffers": "sync.broadcast",
     "broadcast_parameters": "sync.broadcast",
     "check_sync": "sync.check_sync",
-    "comm_hooks": "comm_hooks",
+    "comm_hooks": "options.comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",
-    "elastic": "elasticity",
+    "elastic": "world.elastic",
     "join": "torch_ddp.join",
     "power_sgd": "options.power_sgd",
-    "process_group": "world",
+    "process_group": "world.world",
     "start_ranks": "launch.start",
     "timeline": "watch.timeline",
 }

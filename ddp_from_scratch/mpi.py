@@ -31,7 +31,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ddp_from_scratch.backend.mpi_group import MPI, ProcessGroupMPI, create_subgroup
 from ddp_from_scratch.backend.process_group import register_backend
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import Placement
 

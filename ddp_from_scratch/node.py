@@ -21,7 +21,7 @@ from ddp_from_scratch.backend.collectives import CollectivesGroup
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors, register_backend
 from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
 from ddp_from_scratch.backend.transport import GlooTransport
-from ddp_from_scratch.group import (
+from ddp_from_scratch.common.group import (
     check_group,
     may_be_left_behind,
     open_gloo,

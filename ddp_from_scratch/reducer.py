@@ -7,19 +7,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.comm_hooks import keep_local
+from ddp_from_scratch.common.group import check_group, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import Sender, average
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
-from ddp_from_scratch.group import check_group, gloo_beside, takes_cpu_tensors
-from ddp_from_scratch.memory import sparse_parameters
 from ddp_from_scratch.node import shared_memory_beside
 from ddp_from_scratch.options import several
 from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms
+from ddp_from_scratch.options.comm_hooks import keep_local
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.layers import CommunicatingLayers, layers_with_groups
 from ddp_from_scratch.options.sparse import SparseBucket

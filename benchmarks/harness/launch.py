@@ -14,7 +14,7 @@ from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.timing import start
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.world import World
 
 MODELS = ("mlp", "resnet18")
 ON_CPU = ("gloo", "mpi")

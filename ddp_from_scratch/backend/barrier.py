@@ -23,8 +23,8 @@ from ddp_from_scratch.backend.shared_memory import (
     semaphores_nbytes,
 )
 from ddp_from_scratch.backend.transport import ProcessWatch, Transport
-from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.group import lost_rank_check, may_be_left_behind
+from ddp_from_scratch.common.errors import CommunicationError
+from ddp_from_scratch.common.group import lost_rank_check, may_be_left_behind
 
 # Bytes of all eager buffers of a machine. Every rank reads all of them, so the more ranks there
 # are, the smaller are the tensors for which this is the fastest way.

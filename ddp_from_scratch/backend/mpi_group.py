@@ -28,7 +28,7 @@ from ddp_from_scratch.backend.collectives import CollectivesGroup
 from ddp_from_scratch.backend.operations import check_memory
 from ddp_from_scratch.backend.process_group import Tensors
 from ddp_from_scratch.backend.transport import flat_bytes, write_back
-from ddp_from_scratch.errors import CommunicationError, UsageError
+from ddp_from_scratch.common.errors import CommunicationError, UsageError
 
 # Before MPI starts: Open MPI's wheel warns about a missing UCX at each window without this.
 os.environ.setdefault("OMPI_MCA_osc", "^ucx")

@@ -28,7 +28,7 @@ from ddp_from_scratch.backend.shared_memory import Nodes
 from ddp_from_scratch.backend.stage import Exchange, Stage, Windows
 from ddp_from_scratch.backend.transport import Transport
 from ddp_from_scratch.backend.work import NodeWork, Operation, Result, Worker, run_in_turn
-from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
+from ddp_from_scratch.common.errors import CommunicationError, NoSharedMemory
 
 Tensors = Sequence[torch.Tensor]
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ddp_from_scratch.backend.transport import Transport
-from ddp_from_scratch.errors import NoSharedMemory
+from ddp_from_scratch.common.errors import NoSharedMemory
 
 SEMAPHORES_AVAILABLE = sys.platform.startswith("linux")  # macOS has none in shared memory
 SEMAPHORE_NBYTES = 64  # at least sizeof(sem_t), and a cache line, so no two ranks share one

@@ -11,7 +11,7 @@ from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import Reduction, share_of
 from ddp_from_scratch.backend.shared_memory import LASTING, Nodes, SharedMemory
 from ddp_from_scratch.backend.transport import Transport, flat_bytes, write_back
-from ddp_from_scratch.errors import NoSharedMemory
+from ddp_from_scratch.common.errors import NoSharedMemory
 
 # Bytes per piece, so few that the pieces of some ranks together stay in the processor's cache.
 PIECE = 1024 * 1024

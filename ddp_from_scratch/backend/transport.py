@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import name_ranks
-from ddp_from_scratch.errors import CommunicationError
-from ddp_from_scratch.group import lost_rank_check, open_gloo
+from ddp_from_scratch.common.errors import CommunicationError
+from ddp_from_scratch.common.group import lost_rank_check, open_gloo
 
 
 class Transport(Protocol):

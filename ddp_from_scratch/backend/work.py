@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.barrier import CheckedBarrier
-from ddp_from_scratch.errors import CommunicationError, NoSharedMemory
+from ddp_from_scratch.common.errors import CommunicationError, NoSharedMemory
 
 Result = list[torch.Tensor]
 

@@ -53,7 +53,7 @@ from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
 from ddp_from_scratch.bench.results import Run, Samples, compact_json, save, table, verdict
 from ddp_from_scratch.bench.timing import WAYS, Content, Job, default_ranks, measure
 from ddp_from_scratch.bench.workloads import WORKLOADS, workload
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
@@ -126,7 +126,7 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
 
 
 def _default_backends() -> list[str]:
-    from ddp_from_scratch import gpu
+    from ddp_from_scratch.common import gpu
 
     if gpu.count():
         return ["nccl"]

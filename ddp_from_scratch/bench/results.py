@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp_from_scratch import gpu
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
+from ddp_from_scratch.common import gpu
 
 Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
-from ddp_from_scratch import gpu, node  # noqa: F401  # node registers its backend
+from ddp_from_scratch import node  # noqa: F401  # node registers its backend
 from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,
     OPTIMIZERS,
@@ -29,10 +29,11 @@ from ddp_from_scratch.bench.contenders import (
 )
 from ddp_from_scratch.bench.results import Samples, content_of, disturbance
 from ddp_from_scratch.bench.workloads import Workload, workload
-from ddp_from_scratch.errors import needs_extra
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import needs_extra
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.world import process_group
+from ddp_from_scratch.world.world import process_group
 
 with needs_extra("train"):
     from tqdm import tqdm

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_from_scratch.errors import UsageError, needs_extra, one_line
+from ddp_from_scratch.common.errors import UsageError, needs_extra, one_line
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

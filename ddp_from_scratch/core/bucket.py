@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
-from ddp_from_scratch.memory import dense_strides, in_huge_pages
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.memory import dense_strides, in_huge_pages
 
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
 from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.group import check_group, of_member
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
-from ddp_from_scratch.group import check_group, of_member
 
 Group = dist.ProcessGroup | None
 

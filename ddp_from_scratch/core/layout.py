@@ -17,9 +17,9 @@ from typing import Final, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.common.errors import shortened
+from ddp_from_scratch.common.memory import dense_strides, zeros
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.errors import shortened
-from ddp_from_scratch.memory import dense_strides, zeros
 
 # As in torch's DDP. The first bucket is small, so that the first all-reduce starts early.
 FIRST_BUCKET_CAP_MB = 1.0

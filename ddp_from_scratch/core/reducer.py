@@ -6,7 +6,7 @@ The file follows one gradient from top to bottom: `ready`, `launch_full_buckets`
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -29,11 +29,11 @@ class CoreReducer(Extensible):
     The phases of one backward pass:
 
     - ready: a hook on each parameter marks it ready when its `.grad` is complete.
-    - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously.
-      Buckets are launched by index, so all ranks issue the same collectives in the same order.
+    - pack and launch: a full bucket is copied into one flat tensor and all-reduced asynchronously,
+      by index, so all ranks issue the same collectives in the same order.
     - wait and unpack: at the end of backward, in order. Then every `.grad` is the average.
 
-    The Reducer averages the whole `.grad`, including what earlier passes accumulated under
+    It averages the whole `.grad`, including what earlier passes accumulated under
     `no_sync()`. A second pass through one graph adds to an average, and the sum is averaged again.
     After the first pass the buckets are rebuilt in the order of rank 0's gradients.
 
@@ -96,8 +96,7 @@ class CoreReducer(Extensible):
         self.caps, kind = caps or self.caps, kind or self._bucket_type
         # Before the order is known, a guess: last layer first.
         plan = self.layout.plan(self.ready_order or self.names[::-1], self.caps)
-        present = [bucket.members for bucket in self.all_buckets]
-        if (plan, kind) != (present, self._bucket_type):
+        if kind is not self._bucket_type or plan != [b.members for b in self.all_buckets]:
             self._bucket_type, saved = kind, dict[int, torch.Tensor]()
             for bucket in self.flat_buckets:
                 saved |= bucket.saved()
@@ -133,8 +132,7 @@ class CoreReducer(Extensible):
         """Counts the gradients that autograd has only noted in the buckets."""
         with self.lock:
             for bucket in self.all_buckets:
-                if bucket.noted:
-                    self.count_each(bucket)
+                self.count_each(bucket)
 
     def count_each(self, bucket: Bucket) -> None:
         """Counts the gradients that autograd has only noted in this bucket. Under `lock`."""
@@ -177,10 +175,10 @@ class CoreReducer(Extensible):
 
     def begin_pass(self) -> None:
         """Begins the pass that autograd is executing, and has autograd call at its end."""
-        self.pass_number, self.broken_off = current_pass(), False
-        self.pass_thread = threading.get_ident()
-        end: Callable[[], None] = EndOfPass(self) if self.calls["on_break"] else self.end_pass
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.pass_number, self.pass_thread = current_pass(), threading.get_ident()
+        self.broken_off = False
+        at_end = EndOfPass(self) if self.calls["on_break"] else self.end_pass
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     def is_in_pass(self) -> bool:
         """True if autograd is now executing the pass that has begun."""
@@ -212,10 +210,10 @@ class CoreReducer(Extensible):
                 return
             if not self.sender.concurrent:
                 self.await_hook()
-            skipped = False
             for skips in self.calls["skips"]:
-                skipped = skipped or skips(bucket)
-            if not skipped:
+                if skips(bucket):
+                    break
+            else:
                 self._pack_and_launch(bucket)
             self.next_bucket += 1
 
@@ -302,8 +300,7 @@ class CoreReducer(Extensible):
 
     def break_off(self, number: int) -> None:
         """Called when an exception has ended the pass, before `backward()` raises it."""
-        if self.pass_number == number:
-            self.broken_off = True
+        self.broken_off |= self.pass_number == number
         for call in self.calls["on_break"]:
             call(number)
 
@@ -325,10 +322,9 @@ class CoreReducer(Extensible):
                 bucket.unpack(used if takes_part else ())
             for call in self.calls["on_finished"]:
                 call(self.iteration, bucket, takes_part)
-        self.next_bucket = 0
+        self.next_bucket, self.iteration = 0, self.iteration + 1
         if self.sender.weight is not None:
             self.sender.set_weight(None)
-        self.iteration += 1
         # Every rank comes here. A forward pass may be one rank's own, as in an evaluation.
         if self.ready_order is None and not self.keeps_layout:
             self._agree_on_order()
@@ -374,7 +370,7 @@ class CoreReducer(Extensible):
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
-        if self.hooks is not None:
+        if self.hooks:
             self.hooks.remove(self)
         for call in self.calls["remove"]:
             call()

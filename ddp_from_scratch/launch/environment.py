@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 
 # Variables that agents set for their ranks:
 STARTED_HERE = "DDP_STARTED_HERE"  # by `start_ranks` or `start_mpirun`, itself or its launcher

@@ -185,7 +185,7 @@ def _serve(connection: Connection) -> list[str]:
 
 def _can_run_in_a_fork() -> bool:
     """False if a preloaded module has started a thread or CUDA, which do not survive a fork."""
-    from ddp_from_scratch import gpu
+    from ddp_from_scratch.common import gpu
 
     # OpenBLAS's threads do not count: it ends them before a fork and restarts them when needed.
     trial = os.fork()

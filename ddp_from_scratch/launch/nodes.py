@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch.fork_server import RemoteRank
 from ddp_from_scratch.launch.rank_process import say
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
-from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.launch import environment
 
 _PR_SET_PDEATHSIG = 1

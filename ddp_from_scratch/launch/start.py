@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 MAX_RESTARTS = 50_000
 # What most programs import, besides torch.
-_PRELOAD = ("ddp_from_scratch.world", "ddp_from_scratch.reducer", OPTIMIZERS)
+_PRELOAD = ("ddp_from_scratch.world.world", "ddp_from_scratch.reducer", OPTIMIZERS)
 
 
 def start_ranks(

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
+from ddp_from_scratch.common.memory import in_huge_pages
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.memory import in_huge_pages
 from ddp_from_scratch.optim import flat_params
 from ddp_from_scratch.optim.flat_params import FlatParams, UpdateRule, can_move, overlapping
 from ddp_from_scratch.reducer import Reducer

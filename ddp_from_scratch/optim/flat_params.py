@@ -24,8 +24,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.optim.sgd import sgd
 
+from ddp_from_scratch.common.memory import dense_strides
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.memory import dense_strides
 
 # In bytes. A multiple of the vector size of every CPU that torch has kernels for.
 CACHE_LINE = 64

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.common.memory import lies_at
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.memory import lies_at
 from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW, FlatOptimizer
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.reducer import Reducer

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _NormBase
 
+from ddp_from_scratch.common.group import of_member, wait
+from ddp_from_scratch.common.memory import split_like
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.group import of_member, wait
-from ddp_from_scratch.memory import split_like
 from ddp_from_scratch.sync.broadcast import check_buffers, messages
 
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddp_from_scratch.common.errors import AGAIN, shortened
+from ddp_from_scratch.common.group import on_gpu_of
 from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
-from ddp_from_scratch.errors import AGAIN, shortened
-from ddp_from_scratch.group import on_gpu_of
 from ddp_from_scratch.options.layers import look_for_layers
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gather_integers
 

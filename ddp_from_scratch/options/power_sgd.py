@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
-from ddp_from_scratch.comm_hooks import Later, allreduce_hook
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.group import check_group, of_member
+from ddp_from_scratch.common.memory import split_like
 from ddp_from_scratch.core.bucket import Bucket, Future
-from ddp_from_scratch.group import check_group, of_member
-from ddp_from_scratch.memory import split_like
+from ddp_from_scratch.options.comm_hooks import Later, allreduce_hook
 
 
 @dataclass

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.group import of_member
 from ddp_from_scratch.core.bucket import Bucket, BucketState
-from ddp_from_scratch.group import of_member
 
 # The kinds of gradient that ranks exchange. For a sparse one: its number of sparse dimensions.
 _NONE, _DENSE = 0, -1

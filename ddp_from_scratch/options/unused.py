@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel.distributed import _find_tensors
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import shortened
+from ddp_from_scratch.common.group import of_member, wait
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
-from ddp_from_scratch.errors import shortened
-from ddp_from_scratch.group import of_member, wait
 
 # In nested tuples, lists, dicts and dataclasses, as for torch's DistributedDataParallel.
 find_tensors: Callable[[object], Iterable[torch.Tensor]] = _find_tensors

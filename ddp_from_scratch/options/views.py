@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from ddp_from_scratch.common.memory import lies_at
 from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.memory import lies_at
 
 
 class ViewBucket(Bucket):

@@ -5,7 +5,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.group import of_member
+from ddp_from_scratch.common.group import of_member
 
 _MOST = 1e100  # float64 ends at 1e308, and squares are summed
 

@@ -7,9 +7,9 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.common.group import check_group, gather_objects, on_gpu_of
+from ddp_from_scratch.common.memory import sparse_parameters, split_like
 from ddp_from_scratch.core.layout import assign
-from ddp_from_scratch.group import check_group, gather_objects, on_gpu_of
-from ddp_from_scratch.memory import sparse_parameters, split_like
 
 # Approximate. Small enough that a rank forwards one message while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20

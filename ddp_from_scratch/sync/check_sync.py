@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.group import check_group, gather_objects, on_gpu_of, takes_cpu_tensors
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.group import check_group, gather_objects, on_gpu_of, takes_cpu_tensors
 
 _WORDS = 2**16  # elements of a row
 # Knuth's MMIX multiplier. Row sums are multiplied by its powers, so that the order of rows counts.

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ddp_from_scratch.group import all_gather_single
+from ddp_from_scratch.common.group import all_gather_single
 
 # Takes a row of one batch, and returns those of all batches, in their order. Collective.
 Gather = Callable[[torch.Tensor], torch.Tensor]

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import comm_hooks, gpu
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.group import check_group
+from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.layout import assign
-from ddp_from_scratch.group import check_group
-from ddp_from_scratch.memory import sparse_parameters
+from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.options.views import ViewBucket
 from ddp_from_scratch.reducer import Reducer
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from ddp_from_scratch.common.group import gloo_beside
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.group import gloo_beside
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.reducer import Reducer

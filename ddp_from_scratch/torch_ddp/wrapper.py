@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.func import functional_call
 
-from ddp_from_scratch import comm_hooks
+from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.layout import Caps
-from ddp_from_scratch.group import check_group
+from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
 from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved

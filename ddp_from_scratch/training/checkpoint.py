@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from ddp_from_scratch import gpu
-from ddp_from_scratch.errors import UsageError, one_line
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import UsageError, one_line
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_generator_states

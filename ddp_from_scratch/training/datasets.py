@@ -22,11 +22,11 @@ import torch
 from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddp_from_scratch import gpu
-from ddp_from_scratch.errors import UsageError, needs_extra, one_line
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import UsageError, needs_extra, one_line
 from ddp_from_scratch.training.settings import DATASETS, Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import virtual_rank_range
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.world import World
 
 Sample: TypeAlias = tuple[torch.Tensor, int]
 """One image, float32 of shape (channels, image_size, image_size), and its label."""

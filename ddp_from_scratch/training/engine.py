@@ -9,16 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import comm_hooks
-from ddp_from_scratch.core.layout import AUTO
-from ddp_from_scratch.elasticity import Membership, hand_on
-from ddp_from_scratch.errors import UsageError
+import ddp_from_scratch as ddp
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.optim.flat_optimizer import SGD
-from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
-from ddp_from_scratch.reducer import Reducer
-from ddp_from_scratch.sync.broadcast import broadcast_parameters
-from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     LossWatch,
@@ -30,13 +23,14 @@ from ddp_from_scratch.training.coordination import (
 from ddp_from_scratch.training.datasets import StepSampler, make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
-from ddp_from_scratch.training.settings import TIMELINE_STEPS, Settings
+from ddp_from_scratch.training.settings import AUTO, TIMELINE_STEPS, Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.elastic import Membership, hand_on
+from ddp_from_scratch.world.world import World
 
-_HOOKS = {"bf16": comm_hooks.bf16_compress_hook, "fp16": comm_hooks.fp16_compress_hook}
+_HOOKS = {"bf16": ddp.comm_hooks.bf16_compress_hook, "fp16": ddp.comm_hooks.fp16_compress_hook}
 
 
 class Engine:
@@ -59,8 +53,8 @@ class Engine:
             # Built in the same way on every rank, then made equal to rank 0's.
             self.model = make_model(**self.model_spec).to(world.device)
             if settings.sync_batch_norm:
-                convert_sync_batchnorm(self.model)
-                if not any(isinstance(layer, SyncBatchNorm) for layer in self.model.modules()):
+                ddp.convert_sync_batchnorm(self.model)
+                if not any(isinstance(layer, ddp.SyncBatchNorm) for layer in self.model.modules()):
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
             # With --elastic this process is alone until `_begin`.
             self.membership = Membership(world, settings.virtual_ranks or 1, settings.timeout)
@@ -92,7 +86,7 @@ class Engine:
         """
         if self.membership.elastic and (state := self._meet()) is not None:
             return state, None
-        broadcast_parameters(self.model)
+        ddp.broadcast_parameters(self.model)
         settings, state, compressed = self.settings, None, None
         # From here on each rank draws its own random numbers: the models are equal by now.
         if settings.virtual_ranks is None:
@@ -133,7 +127,7 @@ class Engine:
 
     def _make_engine(self, state: checkpoint.State | None) -> None:
         settings, world = self.settings, self.world
-        self.reducer = Reducer(
+        self.reducer = ddp.Reducer(
             self.model,
             **buckets_to_begin_with(settings, state, world.world_size),
             shared_memory=settings.shared_memory,
@@ -145,14 +139,14 @@ class Engine:
             ready_order=None if state is None else state["ready_order"],
             virtual_ranks=settings.virtual_ranks,
         )
-        self.power_sgd: PowerSGDState | None = None
+        self.power_sgd: ddp.power_sgd.PowerSGDState | None = None
         if settings.compress == "powersgd":
             assert settings.powersgd_rank is not None, "Settings has a default"
-            self.power_sgd = PowerSGDState(settings.powersgd_rank)
-            self.reducer.register_comm_hook(self.power_sgd, power_sgd_hook)
+            self.power_sgd = ddp.power_sgd.PowerSGDState(settings.powersgd_rank)
+            self.reducer.register_comm_hook(self.power_sgd, ddp.power_sgd.power_sgd_hook)
         elif settings.compress is not None:
             self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
-        self.optimizer = SGD(
+        self.optimizer = ddp.SGD(
             self.model.parameters(),
             lr=settings.lr,
             momentum=settings.momentum,

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_from_scratch import gpu
-from ddp_from_scratch.core.layout import AUTO
-from ddp_from_scratch.errors import CommunicationError, PeerError, UsageError, one_line
-from ddp_from_scratch.group import wait
-from ddp_from_scratch.sync.broadcast import broadcast_parameters
-from ddp_from_scratch.sync.check_sync import check_sync
+import ddp_from_scratch as ddp
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError, one_line
+from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     StopSignal,
@@ -31,10 +29,10 @@ from ddp_from_scratch.training.datasets import make_loader
 from ddp_from_scratch.training.engine import Engine
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
-from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.training.settings import AUTO, Settings
 from ddp_from_scratch.watch.render import as_text
 from ddp_from_scratch.watch.timeline import TOO_FEW
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -245,7 +243,7 @@ class Trainer(Engine):
             lr=self.optimizer.param_groups[0]["lr"],
         )
         if self.settings.check_sync is not None:
-            checksum = check_sync(self.model, self.group, optimizers=[self.optimizer])
+            checksum = ddp.check_sync(self.model, self.group, optimizers=[self.optimizer])
             ranks = self.world.world_size
             self.report.result(f"parameters {checksum}, bit-identical on {ranks} ranks")
         # Set before the checkpoint, from which a resumed run starts the next epoch.
@@ -305,7 +303,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
         model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])
     model.to(world.device)
-    broadcast_parameters(model)
+    ddp.broadcast_parameters(model)
     return model, state
 
 

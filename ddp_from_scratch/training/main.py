@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from ddp_from_scratch.errors import UsageError, needs_extra
+from ddp_from_scratch.common.errors import UsageError, needs_extra
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.training.settings import GROUPS, MAX_RESTARTS, Command, Settings, option_of
@@ -136,7 +136,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                 )
 
     from ddp_from_scratch.training.loop import Trainer, test
-    from ddp_from_scratch.world import process_group
+    from ddp_from_scratch.world.world import process_group
 
     with process_group(settings.backend, timeout=settings.timeout) as world:
         if options.command == "test":
@@ -188,7 +188,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
 def _counts(settings: Settings, options: Command) -> tuple[int, ...]:
     default = 2
     if settings.backend == "nccl":
-        from ddp_from_scratch import gpu
+        from ddp_from_scratch.common import gpu
 
         default = gpu.count()
         if default == 0:

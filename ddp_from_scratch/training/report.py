@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from ddp_from_scratch.errors import UsageError, needs_extra
+from ddp_from_scratch.common.errors import UsageError, needs_extra
 from ddp_from_scratch.launch.rank_process import say
 
 

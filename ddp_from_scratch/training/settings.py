@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, MOST_HERE
 
 AUTO = "auto"  # a `bucket_cap_mb` of `Reducer`

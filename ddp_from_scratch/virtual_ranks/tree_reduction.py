@@ -26,16 +26,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_from_scratch import gpu
-from ddp_from_scratch.comm_hooks import Later
-from ddp_from_scratch.core.bucket import Bucket, Future
-from ddp_from_scratch.group import (
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.group import (
     all_gather_single,
     check_group,
     may_be_left_behind,
     of_member,
     wait,
 )
+from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.options.comm_hooks import Later
 
 
 def seed_generators(seed: int) -> None:

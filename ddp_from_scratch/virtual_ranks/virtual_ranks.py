@@ -23,12 +23,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import shortened
+from ddp_from_scratch.common.group import all_gather_single, on_gpu_of, wait
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
-from ddp_from_scratch.errors import shortened
-from ddp_from_scratch.group import all_gather_single, on_gpu_of, wait
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.sync.sync_batch_norm import Gather, SyncBatchNorm, several_batches
 from ddp_from_scratch.virtual_ranks.tree_reduction import (

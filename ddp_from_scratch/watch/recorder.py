@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch.common import gpu
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.options.unused import find_tensors

@@ -13,11 +13,11 @@ from typing import NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.errors import shortened
 
 _WAKES = 3  # how many times a watch wakes up in `after` seconds
 # Watches so far, by group. Its ranks make them in the same order, so their store keys match.

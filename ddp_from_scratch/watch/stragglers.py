@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch.common import gpu
 from ddp_from_scratch.options.layers import communicate
 from ddp_from_scratch.watch.recorder import Mark, Recorder, StepMarks
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
 from ddp_from_scratch.backend.transport import this_machine
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import PeerError, UsageError, one_line
+from ddp_from_scratch.common.group import gather_objects, gloo_beside
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.errors import PeerError, UsageError, one_line
-from ddp_from_scratch.group import gather_objects, gloo_beside
 from ddp_from_scratch.watch import recorder, render
 from ddp_from_scratch.watch.recorder import Mark, Record, Recorder, StepMarks
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.node import shared_memory_beside
 from tests.support.on_ranks import on
 
@@ -91,7 +91,7 @@ def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(world):
 @contextlib.contextmanager
 def an_elastic_job(folder):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("ddp_from_scratch.group._is_broken", (Path(folder) / "lost").exists)
+        patched.setattr("ddp_from_scratch.common.group._is_broken", (Path(folder) / "lost").exists)
         yield
 
 

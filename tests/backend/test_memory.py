@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import Reducer, mpi
 from ddp_from_scratch.backend import shared_memory
-from ddp_from_scratch.errors import NoSharedMemory
+from ddp_from_scratch.common.errors import NoSharedMemory
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 

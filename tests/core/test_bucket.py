@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_from_scratch import memory
+from ddp_from_scratch.common import memory
+from ddp_from_scratch.common.memory import lies_at
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.memory import lies_at
 from ddp_from_scratch.options.views import ViewBucket
 
 

@@ -17,9 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.functional import mse_loss
 
-from ddp_from_scratch import Reducer, broadcast_parameters, comm_hooks
-from ddp_from_scratch.comm_hooks import Later
+from ddp_from_scratch import Reducer, broadcast_parameters
 from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.options import comm_hooks
+from ddp_from_scratch.options.comm_hooks import Later
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, is_rank_0s, mean, own
 from tests.support.tiers import slow

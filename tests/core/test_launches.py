@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.memory import lies_at
+from ddp_from_scratch.common.memory import lies_at
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 

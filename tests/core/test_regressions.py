@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch import Reducer, comm_hooks
+from ddp_from_scratch import Reducer
+from ddp_from_scratch.options import comm_hooks
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, mean, own
 

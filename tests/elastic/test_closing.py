@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import group
-from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.common import group
+from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.node import close_default_group
 
 

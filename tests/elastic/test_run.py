@@ -115,7 +115,7 @@ def test_a_rank_that_is_killed_costs_no_bit(where, who, quiet, tmp_path):
 
 # The others wait in step 5 until it wants to join: at the latest behind step 6 it is let in.
 ONE_JOINS = """
-from ddp_from_scratch.elasticity import job_store
+from ddp_from_scratch.world.elastic import job_store
 if (where, step, me) == ("begin", 2, 1):
     die()
 if me > 2:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import gpu
+from ddp_from_scratch.common import gpu
 from ddp_from_scratch.launch import rank_process
 from ddp_from_scratch.watch import recorder
 

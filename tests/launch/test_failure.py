@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.launch import rank_process
 from tests.support.failing_run import LAUNCHERS, RUN_PY, Run
 from tests.support.tiers import slow

@@ -13,7 +13,7 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import stage
-from ddp_from_scratch.errors import NoSharedMemory
+from ddp_from_scratch.common.errors import NoSharedMemory
 from ddp_from_scratch.node import shared_memory_beside
 from tests.support.on_ranks import on
 from tests.support.tiers import slow

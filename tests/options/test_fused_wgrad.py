@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.memory import lies_at
+from ddp_from_scratch.common.memory import lies_at
 from ddp_from_scratch.options import fused_wgrad
 from tests.support.terms import as_large
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.memory import sparse_parameters
+from ddp_from_scratch.common.memory import sparse_parameters
 from tests.support.on_ranks import on
 
 

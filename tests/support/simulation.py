@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import elasticity
-from ddp_from_scratch.elasticity import ElasticRun
-from ddp_from_scratch.errors import CommunicationError, UsageError
+from ddp_from_scratch.common.errors import CommunicationError, UsageError
 from ddp_from_scratch.launch import agent, elastic, fork_server, nodes
 from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore, NodeAgent
 from ddp_from_scratch.launch.nodes import Job, Link, Nodes
+from ddp_from_scratch.world.elastic import ElasticRun
 
 STEPS, STEP_S, MAX_RESTARTS = 12, 0.5, 4
 LIMIT_S = 600.0  # of virtual time: a job that lasts longer waits for ever

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings

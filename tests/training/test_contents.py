@@ -5,11 +5,11 @@ import copy
 import pytest
 import torch
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch.environment import ALONE
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.loop import load_model
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.world import World
 from tests.training.test_checkpoint import MODEL, newest, state
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.training import coordination, loop
 from ddp_from_scratch.training.settings import Settings, option_of
-from ddp_from_scratch.world import _check_gpus, _device, _meet_in_store
+from ddp_from_scratch.world.world import _check_gpus, _device, _meet_in_store
 from tests.support.on_ranks import on
 
 # May differ: they concern a rank's machine, or the output of rank 0.

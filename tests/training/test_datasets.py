@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.training.datasets import load_dataset
 
 MNIST = pytest.importorskip("torchvision.datasets").MNIST

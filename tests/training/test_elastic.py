@@ -122,7 +122,7 @@ def test_an_elastic_run_can_be_stopped_and_resumed(who, quiet, tmp_path):
 # Steps in which ranks wait until so many have joined, or until the test has left a file. All of a
 # machine's ranks, which may come one by one, must be there before the next such step.
 HOLD = """
-from ddp_from_scratch.elasticity import job_store
+from ddp_from_scratch.world.elastic import job_store
 store = job_store()
 def have_come(count):
     return sum(member > 3 for member in store.generation.members) >= count

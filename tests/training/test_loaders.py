@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.training import datasets
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world import World
+from ddp_from_scratch.world.world import World
 
 
 class Numbers(Dataset):

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 
-from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.training import checkpoint, loop
 from ddp_from_scratch.training.settings import Settings
 from tests.support.on_ranks import on

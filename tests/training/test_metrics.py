@@ -5,7 +5,7 @@ from contextlib import closing
 
 import pytest
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.training.report import METRICS_FILE, MetricsWriter
 
 

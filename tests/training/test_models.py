@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.training.models import make_model
 from tests.support.tiers import slow
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch.errors import PeerError, UsageError
+from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.training import checkpoint, engine
 from ddp_from_scratch.training.loop import Trainer

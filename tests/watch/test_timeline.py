@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.errors import PeerError
+from ddp_from_scratch.common.errors import PeerError
 from ddp_from_scratch.options import tuning as bucket_tuning
 from ddp_from_scratch.watch.timeline import Timeline, clock_offsets
 from tests.support.on_ranks import on

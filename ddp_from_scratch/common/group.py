@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.nn import functional
 
-from ddp_from_scratch import gpu
-from ddp_from_scratch.errors import CommunicationError
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import CommunicationError
 
 # torch 2.14 renamed it, and warns about the old name.
 all_gather_single: Callable[..., dist.Work | None] = getattr(

@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp_from_scratch.errors import UsageError
-from ddp_from_scratch.group import look_for_lost_ranks, wait
+from ddp_from_scratch.common.errors import UsageError
+from ddp_from_scratch.common.group import look_for_lost_ranks, wait
 from ddp_from_scratch.launch.elastic import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.node import close_default_group, cut_when_broken, drop_tracebacks
 from ddp_from_scratch.reducer import Reducer
-from ddp_from_scratch.world import World, replace_group
+from ddp_from_scratch.world.world import World, replace_group
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful

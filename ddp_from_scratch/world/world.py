@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.distributed_c10d import _get_default_group
 
-from ddp_from_scratch import gpu
-from ddp_from_scratch.errors import UsageError
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal

@@ -1,0 +1,1 @@
+"""Errors, GPUs, process groups and memory: what every room uses."""
