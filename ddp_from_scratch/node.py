@@ -23,9 +23,9 @@ from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
 from ddp_from_scratch.backend.transport import GlooTransport
 from ddp_from_scratch.common.group import (
     check_group,
-    may_be_left_behind,
+    may_be_in_flight,
     open_gloo,
-    store_beside,
+    substore,
     timeout_of,
 )
 
@@ -62,7 +62,7 @@ class ProcessGroupNode(CollectivesGroup):
 
     @property
     def options(self) -> Any:
-        # torch and `gloo_beside` read a backend's timeout from its options.
+        # torch and `cpu_group` read a backend's timeout from its options.
         return self.gloo._get_backend(torch.device("cpu")).options
 
     def get_group_store(self) -> dist.Store:
@@ -121,7 +121,7 @@ register()
 _beside = weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupNode | None]()
 
 
-def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def shared_memory_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group through which the ranks of `group` reduce CPU tensors. Collective.
 
     If `group` is a gloo group with one rank, or with two ranks that share memory, this is a node
@@ -142,11 +142,11 @@ def shared_memory_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
-    everyone = GlooTransport(store_beside(group), group.rank(), ranks, timeout)
+    everyone = GlooTransport(substore(group), group.rank(), ranks, timeout)
     # Weak, since a strong reference to the gloo group would keep its threads alive.
     opened = ProcessGroupNode(everyone, timeout, weakref.ref(group))
     # Across machines, a wait for a lost rank might never end, and its thread could not be ended.
-    left_behind = may_be_left_behind() and opened.machines > 1
+    left_behind = may_be_in_flight() and opened.machines > 1
     if (not opened.shares_memory and group.size() > 1) or left_behind:
         opened.shutdown()
         return None
@@ -163,7 +163,7 @@ _LOOK_S = 0.25
 _PATIENCE_S = 1.0
 
 
-def cut_when_broken(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> None:
+def abort_on_lost_rank(group: dist.ProcessGroup, is_broken: Callable[[], bool]) -> None:
     """Cuts a group's connections soon after a rank has left: no error tells of a lost machine."""
     known = weakref.ref(group)
 
@@ -200,7 +200,7 @@ def close_default_group() -> None:
     _closing[:] = [*(other for other in _closing if other.is_alive()), _start(close)]
 
 
-def drop_tracebacks(error: BaseException | None) -> None:
+def clear_tracebacks(error: BaseException | None) -> None:
     """Drops the frames of an error and its context, which hold references to groups."""
     while error is not None:
         error.__traceback__ = None
@@ -222,7 +222,7 @@ def _start(function: Callable[[], None]) -> threading.Thread:
 def _finish() -> None:
     """Waits briefly for these threads: one that returns from gloo as Python exits aborts it."""
     _ends.set()
-    drop_tracebacks(getattr(sys, "last_value", None))
+    clear_tracebacks(getattr(sys, "last_value", None))
     sys.last_traceback = None
     until = time.monotonic() + _PATIENCE_S
     for thread in _closing:

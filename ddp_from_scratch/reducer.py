@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common.group import check_group, gloo_beside, takes_cpu_tensors
+from ddp_from_scratch.common.group import check_group, cpu_group, takes_cpu_tensors
 from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import Sender, average
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
-from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node import shared_memory_group
 from ddp_from_scratch.options import several
 from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
@@ -170,7 +170,7 @@ class Reducer(CoreReducer):
         if virtual_ranks is not None and ready_order is None:
             # The first layout is final, even if an average fails on some ranks.
             ready_order = list(parameters)[::-1]
-        sender = Sender(process_group, shared_memory_beside if shared_memory and on_cpu else None)
+        sender = Sender(process_group, shared_memory_group if shared_memory and on_cpu else None)
         # Shared memory is freed with its group, and virtual ranks may continue in another one.
         memory_of = sender.group() if self.meets and virtual_ranks is None else None
         sparse = sparse_parameters(module)
@@ -329,7 +329,7 @@ class Reducer(CoreReducer):
         self.check_free("weight() or join()")
         if takes_cpu_tensors(self.process_group):
             return GradientWeight(amount, self.sender.group())
-        return GradientWeight(amount, gloo_beside(self.process_group))
+        return GradientWeight(amount, cpu_group(self.process_group))
 
     def set_joining(self, joining: bool) -> None:
         """Leaves weights and buffers to `join()` while `joining` is True."""

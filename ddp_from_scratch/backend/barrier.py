@@ -24,7 +24,7 @@ from ddp_from_scratch.backend.shared_memory import (
 )
 from ddp_from_scratch.backend.transport import ProcessWatch, Transport
 from ddp_from_scratch.common.errors import CommunicationError
-from ddp_from_scratch.common.group import lost_rank_check, may_be_left_behind
+from ddp_from_scratch.common.group import failure_detector, may_be_in_flight
 
 # Bytes of all eager buffers of a machine. Every rank reads all of them, so the more ranks there
 # are, the smaller are the tensors for which this is the fastest way.
@@ -108,8 +108,8 @@ class CheckedBarrier:
         # Set once: ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
         self._abandoned = False
-        self._check_every = _CHECK_SOON if may_be_left_behind() else _CHECK_EVERY
-        self._is_broken = lost_rank_check()
+        self._check_every = _CHECK_SOON if may_be_in_flight() else _CHECK_EVERY
+        self._is_broken = failure_detector()
         self._since = 0.0  # when this rank began to wait
         nodes.node.allgather(None)  # no rank may touch a semaphore before its owner creates it
         _open.add(self)

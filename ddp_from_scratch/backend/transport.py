@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import name_ranks
 from ddp_from_scratch.common.errors import CommunicationError
-from ddp_from_scratch.common.group import lost_rank_check, open_gloo
+from ddp_from_scratch.common.group import failure_detector, open_gloo
 
 
 class Transport(Protocol):
@@ -127,7 +127,7 @@ class GlooTransport:
             raise CommunicationError(f"{ended} ended without coming to it") from error
 
     def _await(self, keys: list[str]) -> None:
-        deadline, is_broken = time.monotonic() + self.timeout.total_seconds(), lost_rank_check()
+        deadline, is_broken = time.monotonic() + self.timeout.total_seconds(), failure_detector()
         # Polled with growing pauses, since the store's own wait does not notice a lost process.
         pause = 1e-4
         while not self.store.check(keys):

@@ -89,7 +89,7 @@ def takes_cpu_tensors(process_group: dist.ProcessGroup | None) -> bool:
     return any(device.type == "cpu" for device in check_group(process_group)._device_types)
 
 
-def store_beside(group: dist.ProcessGroup) -> dist.Store:
+def substore(group: dist.ProcessGroup) -> dist.Store:
     """Returns a new part of the store that the group used for its rendezvous. Collective."""
     # Not `dist.new_group`, which all ranks of the job would have to call. Each rank counts its own
     # calls, so the ranks agree without a message, for which nccl would use the current GPU.
@@ -119,7 +119,7 @@ def open_gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
 _gloo_beside = weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]()
 
 
-def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def cpu_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Returns a group of the same ranks for CPU tensors. Collective.
 
     It is the group itself if that takes them, else an unlisted gloo group.
@@ -128,7 +128,7 @@ def gloo_beside(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if takes_cpu_tensors(group):
         return group
     if group not in _gloo_beside:
-        store, timeout = store_beside(group), timeout_of(group)
+        store, timeout = substore(group), timeout_of(group)
         _gloo_beside[group] = open_gloo(store, group.rank(), group.size(), timeout)
     return _gloo_beside[group]
 
@@ -141,18 +141,18 @@ _LOOK_EVERY = timedelta(seconds=0.5)
 _is_broken: Callable[[], bool] | None = None
 
 
-def look_for_lost_ranks(is_broken: Callable[[], bool]) -> None:
+def set_failure_detector(is_broken: Callable[[], bool]) -> None:
     """Sets the check that `wait` uses: it tells whether a rank has left the default group."""
     global _is_broken
     _is_broken = is_broken
 
 
-def may_be_left_behind() -> bool:
+def may_be_in_flight() -> bool:
     """True if unfinished collectives may be left behind, which may still write to their tensors."""
     return _is_broken is not None
 
 
-def lost_rank_check() -> Callable[[], bool]:
+def failure_detector() -> Callable[[], bool]:
     """Returns the current check, for waits in a group that opens now."""
     return _is_broken or (lambda: False)
 

@@ -57,7 +57,7 @@ def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torc
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def lies_at(tensor: torch.Tensor, place: torch.Tensor) -> bool:
+def same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     """True if two tensors of one shape and dtype have the same elements in memory."""
     # Comparing the objects is not enough: `module.to(...)` gives a tensor other memory.
     return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()

@@ -10,8 +10,8 @@ none of the orders for the first.
 
 Each agent watches its own ranks and reports failures; in an elastic job machine 0 decides, and the
 other agents (`NodeAgent`) obey. A machine without a heartbeat for `LOST_S` is lost with its ranks,
-and gets as many when it answers again or its agent restarts. If machine 0 has no heartbeat, the
-others end their ranks, so two halves of a job never both continue.
+and gets as many when it is reachable again or its agent restarts. If machine 0 has no heartbeat,
+the others end their ranks, so two halves of a job never both continue.
 """
 
 import json
@@ -178,7 +178,7 @@ class Nodes:
             if node.lost and most and node.is_heard(now):
                 node.lost = False
                 text = start(number, self._counts[number])
-                say(f"machine {number} answers again{': ' if text else ''}{text}")
+                say(f"machine {number} is reachable again{': ' if text else ''}{text}")
         drawn = self._store.add("tickets", 0)
         self._waiting |= dict.fromkeys(range(self._drawn + 1, drawn + 1), now)
         self._drawn = drawn
@@ -273,7 +273,7 @@ class Link:
                 time.sleep(EXCHANGE_S)
             refusal = store.get(f"answer {self.ticket}").decode()
         except RuntimeError:  # the store is gone
-            refusal = "the job ended before machine 0 let this machine in"
+            refusal = "the job ended before machine 0 admitted this machine"
         if refusal:
             raise UsageError(refusal)
         self.timeout, self._store = timeout, store

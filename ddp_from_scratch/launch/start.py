@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.agent import Agent
-from ddp_from_scratch.launch.elastic import ElasticAgent, FileStore, JobStore, NodeAgent
+from ddp_from_scratch.launch.elastic_agent import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.nodes import Job, Link, Nodes
 from ddp_from_scratch.launch.rank_process import die_with, run_to_exit, say

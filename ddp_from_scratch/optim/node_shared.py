@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
-from ddp_from_scratch.common.memory import lies_at
+from ddp_from_scratch.common.memory import same_memory
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW, FlatOptimizer
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
@@ -178,14 +178,14 @@ def _members(run: FlatParams) -> list[int]:
         return members
     members.clear()
     for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
-        if not lies_at(parameter, place):
+        if not same_memory(parameter, place):
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} does not lie in shared memory any "
                 f"longer: its .data was replaced after the first step"
             )
         if parameter.grad is not None:
             # The buckets were rebuilt, or the program has set another `.grad`.
-            if not lies_at(parameter.grad, run.gradients[index]):
+            if not same_memory(parameter.grad, run.gradients[index]):
                 run.gradients[index].copy_(parameter.grad)
             members.append(index)
     return members

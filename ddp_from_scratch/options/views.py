@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ddp_from_scratch.common.memory import lies_at
+from ddp_from_scratch.common.memory import same_memory
 from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.extension import Extension
 
@@ -46,7 +46,7 @@ class ViewBucket(Bucket):
             return
         if index in self._packed:
             view.add_(gradient, alpha=scale)
-        elif lies_at(gradient, view):
+        elif same_memory(gradient, view):
             _multiply(view, scale)  # autograd has accumulated in place
         elif scale == 1:
             view.copy_(gradient)
@@ -86,7 +86,7 @@ class ViewBucket(Bucket):
                 if index not in unused:
                     raise self._gone(parameter)
                 view.zero_()
-            elif lies_at(gradient, view):
+            elif same_memory(gradient, view):
                 in_place.append(view)
                 if index in unused:
                     # If no rank uses this parameter, `.grad` must keep its value.
@@ -129,7 +129,7 @@ class ViewBucket(Bucket):
         return {
             index: copy
             for (index, parameter, view), copy in zip(self._rows, copies, strict=True)
-            if parameter.grad is not None and lies_at(parameter.grad, view)
+            if parameter.grad is not None and same_memory(parameter.grad, view)
         }
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_from_scratch.common.group import gloo_beside
+from ddp_from_scratch.common.group import cpu_group
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.options.weight import GradientWeight
@@ -114,7 +114,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
 
     def _highest_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
-        group = gloo_beside(self.reducer.process_group)  # the host must not wait for a GPU
+        group = cpu_group(self.reducer.process_group)  # the host must not wait for a GPU
         highest = torch.tensor([group.rank() if candidate else -1])
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())

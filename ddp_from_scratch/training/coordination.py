@@ -26,7 +26,7 @@ from ddp_from_scratch.world.world import World
 
 
 @contextmanager
-def together(group: dist.ProcessGroup | None) -> Iterator[None]:
+def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Makes every rank leave the block in the same way. Collective.
 
     The lowest rank with a UsageError raises its own, and every other rank then a PeerError.
@@ -112,11 +112,11 @@ def open_dataset(
     name: str, settings: Settings, world: World, group: dist.ProcessGroup | None
 ) -> ImageData:
     """Opens the dataset and compares it. The first rank of each machine downloads it first."""
-    with together(group):
+    with raise_on_all_ranks(group):
         if settings.download and world.local_rank == 0:
             load_dataset(name, settings.data_dir, download=True)
-    with together(group):
-        # The first `together` is a barrier, so the download is complete.
+    with raise_on_all_ranks(group):
+        # The first `raise_on_all_ranks` is a barrier, so the download is complete.
         data = load_dataset(name, settings.data_dir, download=False)
     _require_same({f"--dataset {name}": data.summary()}, group)
     return data

@@ -18,7 +18,7 @@ from ddp_from_scratch.training.coordination import (
     of_rank_0,
     open_dataset,
     prepare_process,
-    together,
+    raise_on_all_ranks,
 )
 from ddp_from_scratch.training.datasets import StepSampler, make_loader
 from ddp_from_scratch.training.models import make_model
@@ -27,7 +27,7 @@ from ddp_from_scratch.training.settings import AUTO, TIMELINE_STEPS, Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
-from ddp_from_scratch.world.elastic import Membership, hand_on
+from ddp_from_scratch.world.elastic import Membership, broadcast_state
 from ddp_from_scratch.world.world import World
 
 _HOOKS = {"bf16": ddp.comm_hooks.bf16_compress_hook, "fp16": ddp.comm_hooks.fp16_compress_hook}
@@ -47,7 +47,7 @@ class Engine:
         self.lock = ExitStack()
         self.writes = False
         self.epoch = self.step = self.global_step = 0
-        with together(self.group):
+        with raise_on_all_ranks(self.group):
             self._deal_images()
             self.model_spec = self.images.model_spec(settings.model)
             # Built in the same way on every rank, then made equal to rank 0's.
@@ -91,7 +91,7 @@ class Engine:
         # From here on each rank draws its own random numbers: the models are equal by now.
         if settings.virtual_ranks is None:
             seed_generators(settings.seed + self.world.rank)
-        with together(self.group):
+        with raise_on_all_ranks(self.group):
             if self.world.rank == 0:
                 spec, model = self.model_spec, self.model
                 state = checkpoint.find_checkpoint(settings, spec, model, self.report)
@@ -121,7 +121,7 @@ class Engine:
         self.writes = self.world.rank == 0
         if folder is not None and self.writes:
             # A rank that takes over continues with the lost rank's checkpoints.
-            resume = "auto" if self.membership.took_over else self.settings.resume
+            resume = "auto" if self.membership.is_new_leader else self.settings.resume
             self.lock.enter_context(checkpoint.prepare_folder(folder, resume=resume))
         self.metrics = MetricsWriter(self.settings.log_dir if self.writes else None)
 
@@ -198,7 +198,7 @@ class Engine:
         meeting = self.membership.meet(self.global_step + self.epoch)
         self.world = self.membership.world
         self.report.speaks = self.world.rank == 0
-        with together(self.group):
+        with raise_on_all_ranks(self.group):
             self._deal_images()
             if not self.writes:
                 self._open_outputs()
@@ -206,21 +206,21 @@ class Engine:
             return None
         is_source = self.world.rank == meeting.source
         mine = self._state() | {"rng": [], "totals": self.totals} if is_source else None
-        found: checkpoint.State = hand_on(mine, meeting.source)
+        found: checkpoint.State = broadcast_state(mine, meeting.source)
         return found
 
     def _save(self) -> None:
         """Writes a checkpoint if one is asked for. Collective."""
         if (folder := self.settings.checkpoint_dir) is None:
             return
-        # Gathered first: inside `together` rank 0 works alone.
+        # Gathered first: inside `raise_on_all_ranks` rank 0 works alone.
         generators: list[Any] = []
         if self.settings.virtual_ranks is None:  # virtual ranks are seeded in each step
             generators = [None] * self.world.world_size
             dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
         compressed, totals = self._power_sgd_of_all(), self._totals_of_all()
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
-        with together(self.group):
+        with raise_on_all_ranks(self.group):
             if self.world.rank == 0:
                 self.saved_as = checkpoint.save(folder, self._state() | of_all)
 
@@ -278,7 +278,7 @@ class Engine:
         """Continues from `saved`, which only rank 0 has; warns if it cannot. Collective."""
         if self.power_sgd is None:
             if saved is not None:
-                self.report.warning("what PowerSGD left out of earlier averages is dropped")
+                self.report.warning("PowerSGD's error feedback is reset")
             return
         of_each: list[Any] = [None] * self.world.world_size
         if saved is not None:
@@ -286,8 +286,7 @@ class Engine:
             if len(errors) != len(of_each):
                 # Averages depend only on the mean.
                 self.report.warning(
-                    "every rank begins with the mean of what PowerSGD left out on the "
-                    f"{len(errors)} ranks before"
+                    f"every rank begins with the mean of the PowerSGD errors of {len(errors)} ranks"
                 )
                 mean = {n: torch.stack([e[n] for e in errors]).mean(0) for n in errors[0]}
                 errors = [mean] * len(of_each)

@@ -23,7 +23,7 @@ from ddp_from_scratch.training.coordination import (
     open_dataset,
     place_of,
     prepare_process,
-    together,
+    raise_on_all_ranks,
 )
 from ddp_from_scratch.training.datasets import make_loader
 from ddp_from_scratch.training.engine import Engine
@@ -286,7 +286,7 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
 def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
     """Loads a checkpoint's model on every rank; also returns its other contents. Collective."""
     state = None
-    with together(group):
+    with raise_on_all_ranks(group):
         if world.rank == 0:
             state = checkpoint.load(path)
             try:
@@ -299,7 +299,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
                     f"{path} does not fit its own model {name}: {one_line(error)}"
                 ) from error
     state = of_rank_0(state, group)
-    with together(group):
+    with raise_on_all_ranks(group):
         model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])
     model.to(world.device)
@@ -314,7 +314,7 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
     model, state = load_model(path, world, group)
     name = dataset or state["settings"]["dataset"]
     data = open_dataset(name, settings, world, group)
-    with together(group):
+    with raise_on_all_ranks(group):
         for what in ("channels", "image_size", "num_classes"):
             if getattr(data, what) != state["model_spec"][what]:
                 raise UsageError(

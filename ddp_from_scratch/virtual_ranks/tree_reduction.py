@@ -30,7 +30,7 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import (
     all_gather_single,
     check_group,
-    may_be_left_behind,
+    may_be_in_flight,
     of_member,
     wait,
 )
@@ -173,7 +173,7 @@ class TreeReduction:
         def finish() -> torch.Tensor:
             wait(work)
             own = self._fold([*chain.from_iterable(blocks)], received.unbind())
-            in_place = into.numel() == chunk * ranks and not may_be_left_behind()
+            in_place = into.numel() == chunk * ranks and not may_be_in_flight()
             gathered = into if in_place else own.new_empty(chunk * ranks)
             wait(all_gather_single(gathered, own, group=group, async_op=True))
             if not in_place:

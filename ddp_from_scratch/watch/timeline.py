@@ -18,13 +18,13 @@ import torch.distributed as dist
 from ddp_from_scratch.backend.transport import this_machine
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import PeerError, UsageError, one_line
-from ddp_from_scratch.common.group import gather_objects, gloo_beside
+from ddp_from_scratch.common.group import cpu_group, gather_objects
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.watch import recorder, render
 from ddp_from_scratch.watch.recorder import Mark, Record, Recorder, StepMarks
 
 SKIP = 3  # averages before the first recorded step; the first of them rebuilds the buckets
-TOO_FEW = 'no timeline: too few steps, which with bucket_cap_mb="auto" are those after its trials'
+TOO_FEW = 'no timeline: too few steps; with bucket_cap_mb="auto" only steps after its trials count'
 _ROUNDS, _TAG = 20, 0  # of the messages that compare clocks
 
 
@@ -43,7 +43,7 @@ class Timeline(Recorder):
         self.has_picture = False  # True if rank 0 has matplotlib
         self._reducer, self._count, self._skip = reducer, steps, skip
         self.folder = None if folder is None else Path(folder)
-        self._group = gloo_beside(reducer.process_group)
+        self._group = cpu_group(reducer.process_group)
         self.rank = self._group.rank()
         if self.folder is not None:
             self._on_rank_0(partial(_make, self.folder))

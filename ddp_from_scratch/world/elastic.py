@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ddp_from_scratch.common.errors import UsageError
-from ddp_from_scratch.common.group import look_for_lost_ranks, wait
-from ddp_from_scratch.launch.elastic import NO_STATE, FileStore, Generation, JobStore, Member
+from ddp_from_scratch.common.group import set_failure_detector, wait
+from ddp_from_scratch.launch.elastic_agent import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
 from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.node import close_default_group, cut_when_broken, drop_tracebacks
+from ddp_from_scratch.node import abort_on_lost_rank, clear_tracebacks, close_default_group
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.world.world import World, replace_group
 
@@ -54,7 +54,7 @@ def job_store() -> JobStore:
 
 
 class Membership:
-    """The place of this process in its job's generations (`launch/elastic.py`).
+    """The place of this process in its job's generations (`launch/elastic_agent.py`).
 
     Each process begins in a group of its own, so it can build its model without the others. At most
     `most_ranks` ranks can share a step; a collective may take `timeout` seconds.
@@ -70,7 +70,7 @@ class Membership:
         self._said = Member()
         self._generation = Generation()
         self._connect_s = _CONNECT_S
-        self.took_over = False  # true on rank 0, but not in the first process's first group
+        self.is_new_leader = False  # true on rank 0, but not in the first process's first group
 
     @property
     def in_group(self) -> bool:
@@ -108,10 +108,10 @@ class Membership:
             assert dist.group.WORLD is not None, "it has just been opened"
             dist.group.WORLD.set_timeout(self._timeout)
             is_broken = partial(self._is_broken, generation)
-            look_for_lost_ranks(is_broken)
-            cut_when_broken(dist.group.WORLD, is_broken)
+            set_failure_detector(is_broken)
+            abort_on_lost_rank(dist.group.WORLD, is_broken)
             steps, last = generation.steps, max(generation.steps)
-            self.took_over = rank == 0 and (self._said.most_ranks > 0 or self._number > 0)
+            self.is_new_leader = rank == 0 and (self._said.most_ranks > 0 or self._number > 0)
             source = None if last == NO_STATE else steps.index(last)
             return Meeting(source, same_state=source is not None and min(steps) == last)
 
@@ -121,7 +121,7 @@ class Membership:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Closes the group, so that peers that wait for this rank fail at once."""
-        drop_tracebacks(error)  # the group closes with its last reference, and frames hold many
+        clear_tracebacks(error)  # the group closes with its last reference, and frames hold many
         if dist.is_initialized():
             close_default_group()
 
@@ -174,7 +174,7 @@ class Membership:
             time.sleep(_POLL_S)
 
 
-def hand_on(state: Any, source: int) -> Any:
+def broadcast_state(state: Any, source: int) -> Any:
     """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective."""
     is_source = dist.get_rank() == source
     file = io.BytesIO()
@@ -260,7 +260,7 @@ class ElasticRun:
         # `state_dict` lacks non-persistent buffers.
         tensors = {name: t.detach() for name, t in _tensors(module)}
         mine = self.step, tensors, [one.state_dict() for one in self._stateful]
-        self.step, tensors, states = hand_on(mine, source)
+        self.step, tensors, states = broadcast_state(mine, source)
         if self.world.rank != source:
             with torch.no_grad():
                 for name, tensor in _tensors(module):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import NodeSharedSGD, Reducer
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
-from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node import shared_memory_group
 from tests.support.machines import group_over
 from tests.support.on_ranks import on
 
@@ -26,9 +26,9 @@ def groups_of(*members):
 @on("gloo-3")
 def test_it_is_opened_once_and_closed_with_its_gloo_group(world):
     group = dist.new_group(list(range(world.world_size)))
-    ours = shared_memory_beside(group)
+    ours = shared_memory_group(group)
     assert isinstance(ours, SharedMemoryGroup)
-    assert shared_memory_beside(group) is shared_memory_beside(ours) is ours
+    assert shared_memory_group(group) is shared_memory_group(ours) is ours
     tensor = torch.tensor([world.rank + 1.0])
     dist.all_reduce(tensor, group=ours)
     assert tensor.item() == sum(range(1, world.world_size + 1))
@@ -55,7 +55,7 @@ def test_where_nothing_is_shared(world):
         assert "by gloo" in repr(reducer)
         reducer.remove()
     group = group_over(world, [1] * world.world_size)
-    assert shared_memory_beside(group) is group
+    assert shared_memory_group(group) is group
     dist.destroy_process_group(group)
 
 
@@ -64,10 +64,10 @@ def test_in_part_of_the_ranks(world):
     """torch names the groups that come later by a count that all ranks must agree on."""
     with groups_of([0], [0, 1], [1, 2]) as (_, first, second):
         if world.rank < 2:
-            shared_memory_beside(first)
+            shared_memory_group(first)
         with groups_of(None) as (later,):
             for group in (dist.group.WORLD, later, first, second):
                 if group is not dist.GroupMember.NON_GROUP_MEMBER:
                     tensor = torch.ones(1)
-                    dist.all_reduce(tensor, group=shared_memory_beside(group))
+                    dist.all_reduce(tensor, group=shared_memory_group(group))
                     assert tensor.item() == group.size()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import CommunicationError
-from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node import shared_memory_group
 from tests.support.on_ranks import on
 
 
@@ -73,7 +73,7 @@ def test_a_killed_rank_is_noticed_long_before_the_timeout(ranks, size, program, 
 @on("gloo-2")
 def test_a_forked_child_that_closes_its_groups_is_not_taken_for_the_rank(world):
     group = dist.new_group([0, 1])
-    ours = shared_memory_beside(group)
+    ours = shared_memory_group(group)
     if world.rank == 1:
         child = os.fork()
         if child == 0:
@@ -109,7 +109,7 @@ def seen(folder, name):
 def abandoned(world, folder):
     with an_elastic_job(folder):
         own = dist.new_group()
-        group = shared_memory_beside(own)
+        group = shared_memory_group(own)
         group.allreduce([torch.ones(3)]).wait()
         tensor, text = torch.ones(10**6), ""
         if world.rank == 0:
@@ -144,7 +144,7 @@ def lost(world, folder):
     text = ""
     with an_elastic_job(folder):
         own = dist.new_group()
-        group = shared_memory_beside(own)
+        group = shared_memory_group(own)
         if world.rank == 0:
             work = group.allreduce([torch.ones(3)])
             (Path(folder) / "lost").touch()
@@ -158,7 +158,7 @@ def lost(world, folder):
         own = dist.new_group([0, 1])
         if world.rank == 0:
             with pytest.raises(CommunicationError, match="a rank of the group was lost"):
-                shared_memory_beside(own)
+                shared_memory_group(own)
         dist.destroy_process_group(own)
     return text
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp_from_scratch.common import memory
-from ddp_from_scratch.common.memory import lies_at
+from ddp_from_scratch.common.memory import same_memory
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.options.views import ViewBucket
 
@@ -79,7 +79,7 @@ def test_gradients_are_copied_once_alone_or_together_and_never_again(monkeypatch
     monkeypatch.setattr(torch, "_foreach_copy_", None)
     p.grad.zero_()
     p.backward(torch.tensor([1.0, 5.0]))
-    assert lies_at(p.grad, bucket.views[0])  # autograd accumulated in place
+    assert same_memory(p.grad, bucket.views[0])  # autograd accumulated in place
     average(bucket, doubled)
     assert p.grad.tolist() == [2, 10]
 

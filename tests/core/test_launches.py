@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.common.memory import lies_at
+from ddp_from_scratch.common.memory import same_memory
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 
@@ -108,4 +108,4 @@ def test_gradients_move_into_their_buckets(world, cap):
             assert_grads(model, mean(world))
         for bucket in reducer.flat_buckets:
             for p, view in zip(bucket.parameters(), bucket.views, strict=True):
-                assert lies_at(p.grad, view)
+                assert same_memory(p.grad, view)

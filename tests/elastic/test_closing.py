@@ -73,13 +73,13 @@ def test_a_late_rank_is_waited_for_only_where_ranks_may_be_lost(monkeypatch):
     work = Work(ends=1)
     group.wait(work)
     assert work.waits == [None]
-    assert not group.may_be_left_behind()
+    assert not group.may_be_in_flight()
     answers = iter([False] * 3 + [True])
-    group.look_for_lost_ranks(lambda: next(answers))
+    group.set_failure_detector(lambda: next(answers))
     work = Work(ends=3)
     group.wait(work)
     assert len(work.waits) == 3
     assert None not in work.waits
-    assert group.may_be_left_behind()
+    assert group.may_be_in_flight()
     with pytest.raises(CommunicationError, match="a rank of the group was lost"):
         group.wait(Work(ends=3))

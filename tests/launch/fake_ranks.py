@@ -9,8 +9,8 @@ import signal
 
 import torch.distributed as dist
 
-from ddp_from_scratch.launch import agent, elastic, nodes
-from ddp_from_scratch.launch.elastic import JobStore
+from ddp_from_scratch.launch import agent, elastic_agent, nodes
+from ddp_from_scratch.launch.elastic_agent import JobStore
 
 LIMIT_S = 10.0  # more than any time that a agent waits by itself
 
@@ -62,7 +62,7 @@ class Job:
         self.link = None  # to machine 0
         # The agents of other machines, for `Agent`.
         self.elsewhere, self.told, self.may_all_leave = None, [], False
-        for module in (agent, elastic, nodes):
+        for module in (agent, elastic_agent, nodes):
             monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(agent, "subprocess", self)
         monkeypatch.setattr(agent, "_is_stopped", lambda rank: False)

@@ -94,7 +94,7 @@ def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
     job.machines.start(1, 3)
     assert job.after(1)["orders"]["1"][3:] == [["start", 3, 0]]
     assert capfd.readouterr().err == (
-        "machine 1 has not answered for 6 s: its ranks are lost\nmachine 1 answers again\n"
+        "machine 1 has not answered for 6 s: its ranks are lost\nmachine 1 is reachable again\n"
     )
 
 
@@ -195,5 +195,5 @@ def test_machine_0_has_gone():
     link = Link(gone, *asks)
     until(link.may_leave)
     assert link.failure() is None  # its ranks have ended, and machine 0 has left as well
-    with pytest.raises(UsageError, match="ended before machine 0 let this machine in"):
+    with pytest.raises(UsageError, match="ended before machine 0 admitted this machine"):
         Link(Mock(**{"add.side_effect": RuntimeError}), *asks)

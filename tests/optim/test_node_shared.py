@@ -14,7 +14,7 @@ from torch import nn
 import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import stage
 from ddp_from_scratch.common.errors import NoSharedMemory
-from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node import shared_memory_group
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -174,7 +174,7 @@ def test_gives_memory_that_was_moved_from_back(world):
     *_, step = linear(group, model, settings={"lr": 0.1, "momentum": 0.9}, bucket_cap_mb=0)
     for _ in range(4):
         step(torch.ones(1, 512))
-    beside = shared_memory_beside(group)
+    beside = shared_memory_group(group)
     # For each of four runs one of parameters and one of momentum, and one for all gradients.
     assert len(beside._windows._memories) == 9
     weight = model[0].weight.detach()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.common.memory import lies_at
+from ddp_from_scratch.common.memory import same_memory
 from ddp_from_scratch.options import fused_wgrad
 from tests.support.terms import as_large
 
@@ -40,7 +40,7 @@ def watched(model):
     def note(name, parameter):
         buckets = [(b.parameters(), b.views) for b in reducer.flat_buckets]
         windows = {id(p): view for found in buckets for p, view in zip(*found, strict=True)}
-        arrived[name] = lies_at(parameter.grad, windows[id(parameter)])
+        arrived[name] = same_memory(parameter.grad, windows[id(parameter)])
 
     # Before the Reducer's own hooks, which pack.
     for name, parameter in model.named_parameters():

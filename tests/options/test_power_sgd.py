@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
-from ddp_from_scratch.node import shared_memory_beside
+from ddp_from_scratch.node import shared_memory_group
 from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
 from tests.support.machines import group_over, machines
 from tests.support.on_ranks import on
@@ -51,7 +51,7 @@ def as_if_apart(test):
     @wraps(test)
     def on_a_rank(*arguments):
         # Opened before: where a group shares nothing, none is kept beside it.
-        shared_memory_beside(dist.group.WORLD)
+        shared_memory_group(dist.group.WORLD)
         with patch.object(SharedMemoryGroup, "shares_memory", False):
             return test(*arguments)
 

@@ -25,11 +25,11 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import elasticity
 from ddp_from_scratch.common.errors import CommunicationError, UsageError
-from ddp_from_scratch.launch import agent, elastic, fork_server, nodes
-from ddp_from_scratch.launch.elastic import ElasticAgent, JobStore, NodeAgent
+from ddp_from_scratch.launch import agent, elastic_agent, fork_server, nodes
+from ddp_from_scratch.launch.elastic_agent import ElasticAgent, JobStore, NodeAgent
 from ddp_from_scratch.launch.nodes import Job, Link, Nodes
+from ddp_from_scratch.world import elastic
 from ddp_from_scratch.world.elastic import ElasticRun
 
 STEPS, STEP_S, MAX_RESTARTS = 12, 0.5, 4
@@ -105,7 +105,7 @@ class Task:
                 self.process.end(code)
         except Killed:
             pass
-        except (NoStore, UsageError):  # the job is over, or does not let this machine in
+        except (NoStore, UsageError):  # the job is over, or refuses this machine
             self.process.end(1)
         except Exception as error:  # noqa: BLE001
             sim.wrong.append(f"{type(error).__name__}: {error}")
@@ -208,11 +208,11 @@ class Optimizer:
 # What the simulation stands for: a module, or the function of this name that it has.
 REPLACED = {
     agent: "time subprocess say _is_stopped",
-    elastic: "time say",
+    elastic_agent: "time say",
     nodes: "time say threading",
     fork_server: "time",
-    elasticity: "time os dist job_store replace_group close_default_group look_for_lost_ranks "
-    "cut_when_broken hand_on",
+    elastic: "time os dist job_store replace_group close_default_group set_failure_detector "
+    "abort_on_lost_rank broadcast_state",
 }
 
 
@@ -250,10 +250,10 @@ class Simulation:
             for name in ("signal", "getsignal"):
                 stack.enter_context(patch.object(signal, name))
             number_of = lambda _, generation: generation.number  # noqa: E731
-            stack.enter_context(patch.object(elasticity.Membership, "_group_store", number_of))
+            stack.enter_context(patch.object(elastic.Membership, "_group_store", number_of))
             self._run_tasks()
         self.code = self.agents[0].code
-        if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank is left that has trained
+        if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank with trained state is left
             self.wrong.append(f"the job ended with {self.code}")
         return self
 
@@ -304,7 +304,7 @@ class Simulation:
         optimizer = Optimizer()
         most_ranks = max(8, sum(self.counts))
         reducer = Mock(module=torch.nn.Module())
-        membership: Any = elasticity.Membership(Mock(rank=0), most_ranks, 60.0)
+        membership: Any = elastic.Membership(Mock(rank=0), most_ranks, 60.0)
         run: Any = ElasticRun(membership, reducer, optimizer)
         for attempt in run.attempts(STEPS):
             with attempt:
@@ -416,10 +416,10 @@ class Simulation:
             self.process.group.left.add(self.process.rank)
             self.process.group = None
 
-    def cut_when_broken(self, group: Group, is_broken: Callable[[], bool]) -> None:
+    def abort_on_lost_rank(self, group: Group, is_broken: Callable[[], bool]) -> None:
         self.process.is_broken = is_broken
 
-    look_for_lost_ranks = Mock()
+    set_failure_detector = Mock()
 
     @property
     def group(self) -> Any:
@@ -434,7 +434,7 @@ class Simulation:
     def barrier(self, async_op: bool) -> Work:
         return Work(self, None, list)
 
-    def hand_on(self, state: Any, source: int) -> Any:
+    def broadcast_state(self, state: Any, source: int) -> Any:
         return Work(self, pickle.dumps(state), lambda given: pickle.loads(given[source])).wait()
 
 

@@ -241,4 +241,4 @@ def test_another_world_size_remembers_the_mean_of_what_power_sgd_left_out(ranks,
             assert torch.tensor(found).equal(mean)
     size, memory = replies[0][-1]
     assert "world_size 2 -> 3" in size
-    assert "mean of what PowerSGD left out on the 2 ranks before" in memory
+    assert "mean of the PowerSGD errors of 2 ranks" in memory

@@ -144,7 +144,7 @@ class ElasticAgent(Agent):
             ends = self._lose(member, code) if code else None
             if ends is not None:
                 return ends
-        if not self._living or (self._ended_well and not self._carriers()):
+        if not self._living or (self._ended_well and not self._with_state()):
             # A process that has not joined yet has no state to continue with.
             return self._stopped() if self._received else 0
         self._kill_stopped()
@@ -153,7 +153,7 @@ class ElasticAgent(Agent):
             self._regroup()
             if self.peers is not None:
                 # Known only after the job has begun.
-                able = [self._said[member].most_ranks for member in self._carriers()]
+                able = [self._said[member].most_ranks for member in self._with_state()]
                 for machine in self.peers.admit(min(able, default=0), len(self._living)):
                     self._start_another(machine)
         self._pause = 0.02 if self._generation.steps else _MEETING_S
@@ -169,7 +169,7 @@ class ElasticAgent(Agent):
             return self._stopped() if died or not self._living else None
         if self._server_code() is not None:
             return self._failed(member, code)
-        said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._carriers())
+        said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._with_state())
         never_joined = code > 0 and not said.arrived
         failure: Any = [NO_STATE, f"exit code {code}"] if never_joined else said.failure
         again = failure is not None and failure == self._last_failure
@@ -186,7 +186,7 @@ class ElasticAgent(Agent):
         if is_lost:
             how = f"was on machine {machine}"
         if code != _USAGE and said.most_ranks and not has_carriers:
-            say(f"process {member} {how}: no rank is left that has trained; the run ends")
+            say(f"process {member} {how}: no rank with trained state is left; ending the job")
             return exit_code(code)
         if code == _USAGE or not self._living:
             return self._failed(member, code)
@@ -228,7 +228,7 @@ class ElasticAgent(Agent):
         if lost or asking & present or (asking and is_settled):
             self._announce(present | asking)
 
-    def _carriers(self) -> set[int]:
+    def _with_state(self) -> set[int]:
         return {m for m, said in self._said.items() if m in self._living and said.most_ranks}
 
     def _announce(self, members: set[int]) -> None:
@@ -272,7 +272,7 @@ class NodeAgent(Agent):
                 return int(link.job["end"])
             orders = link.job["orders"].get(link.ticket)
             if orders is None:
-                say("another command has taken this machine's place: its ranks were stopped")
+                say("a newer command replaced this machine's: its ranks were stopped")
                 return 1
             for kind, member, argument in orders[self._done :]:
                 self._done += 1
