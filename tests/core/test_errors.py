@@ -1,5 +1,7 @@
 """Errors of the Reducer: each names the parameter and the rank, before ranks drift apart."""
 
+import math
+import re
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -293,3 +295,26 @@ def test_second_gradient_in_a_pass_within_the_pass(world):
     model.zero_grad()
     loss(False).backward()
     assert model[2].bias.grad.tolist() == [2.0] * 3
+
+
+@on("gloo-3")
+def test_refusing_what_is_no_weight(world):
+    """Where one rank's is wrong all raise: the others would wait for gradients that do not come."""
+    model = Terms(1)
+    for amount in (-1, math.nan, math.inf, 10**400, "many", None):
+        reducer = Reducer(model)
+        loss = model(1.0)
+        if world.rank == 1:
+            got = re.escape(f"a weight must be 0 or more, and finite, got {amount};")
+            with pytest.raises(ValueError, match=got):
+                reducer.weight(amount)
+        else:
+            reducer.weight(1)
+            with pytest.raises(ValueError, match="another rank's weight is negative or not finite"):
+                loss.backward()
+        reducer.remove()
+    reducer = Reducer(model)
+    reducer.weight(0)
+    loss = model(1.0)
+    with pytest.raises(ValueError, match="all ranks are 0"):
+        loss.backward()
