@@ -153,7 +153,7 @@ def test_caps():
 
 HUGE = (2**50,) * 3
 # Bytes of each float32 gradient, a letter of its key, the order of readiness, caps, and members.
-LAYOUTS = {
+ASSIGNED = {
     "keys share no bucket": ((4,) * 4, "fhfh", None, [8], [(0, 2), (1, 3)]),
     "a first bucket for each key": (
         *((4,) * 6, "fhfhfh", None, [4, 8], [(0,), (1,), (2, 4), (3, 5)]),
@@ -167,7 +167,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("sizes", "keys", "order", "caps", "expected"), LAYOUTS.values(), ids=LAYOUTS
+    ("sizes", "keys", "order", "caps", "expected"), ASSIGNED.values(), ids=ASSIGNED
 )
 def test_members(sizes, keys, order, caps, expected):
     gradients = list(zip(sizes, keys, strict=True))

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import UsageError, World
-from ddp_from_scratch import world as rendezvous
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import ALONE, Placement
+from ddp_from_scratch.world import world as rendezvous
 from tests.support.ranks import listening
 from tests.support.tiers import slow
 

@@ -131,7 +131,7 @@ EXPECTED_WAITS = {
     "torch_ddp/join.py": "a rank without data, in torch's Join",
     "options/sparse.py": "the numbers of rows",
     "options/unused.py": "a rank with unused parameters",
-    "group.py": "ranks that compare their modules",
+    "common/group.py": "ranks that compare their modules",
     "sync/check_sync.py": "check_every, and once in the first average",
     "watch/stragglers.py": "a report of stragglers",
 }
