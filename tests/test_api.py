@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 from pathlib import Path
 
 import ddp_from_scratch as ddp
@@ -103,6 +104,14 @@ def test_imports_point_down_and_never_outside():
     mpi = ("mpi4py", "ddp_from_scratch.backend.mpi_")
     of_mpi = [path for path, names in IMPORTED.items() if any(n.startswith(mpi) for n in names)]
     assert {path.stem.split("_")[0] for path in of_mpi if room_of(path) == "backend"} == {"mpi"}
+
+
+def test_the_house_in_the_guide_has_every_room_above_what_it_imports():
+    house = (PACKAGE.parent / "docs/how-it-works.md").read_text().partition("## The house")[2]
+    lines = re.findall(r"^    ([a-z_, ]+?)  ", house.partition("\n## ")[0], re.MULTILINE)
+    floor = {room: number for number, line in enumerate(lines) for room in line.split(", ")}
+    assert floor.keys() == ROOMS.keys()
+    assert not [(a, b) for a, below in ROOMS.items() for b in below if floor[b] <= floor[a]]
 
 
 def test_no_import_goes_round_in_a_circle():
