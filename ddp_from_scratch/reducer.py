@@ -15,13 +15,13 @@ from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.node import shared_memory_group
-from ddp_from_scratch.options import several
+from ddp_from_scratch.options import launch_order
 from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms
 from ddp_from_scratch.options.comm_hooks import keep_local
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
-from ddp_from_scratch.options.layers import CommunicatingLayers, layers_with_groups
+from ddp_from_scratch.options.launch_order import CommunicatingLayers, layers_with_groups
 from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.stats import ReducerStats
 from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
@@ -175,7 +175,7 @@ class Reducer(CoreReducer):
         memory_of = sender.group() if self.meets and virtual_ranks is None else None
         sparse = sparse_parameters(module)
         apart = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}
-        layout = Layout(parameters, apart, memory_of, several.next_name(memory_of))
+        layout = Layout(parameters, apart, memory_of, launch_order.next_name(memory_of))
         super().__init__(
             module,
             sender,
@@ -185,7 +185,7 @@ class Reducer(CoreReducer):
             ready_order=ready_order,
             extensions=options(),
         )
-        several.add(self, memory_of)
+        launch_order.add(self, memory_of)
 
     meets = True  # all ranks construct this object together
 
@@ -390,7 +390,7 @@ class Reducer(CoreReducer):
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
         super().remove()
-        several.remove(self)
+        launch_order.remove(self)
 
     def _with_virtual_ranks(self) -> VirtualRanks:
         if self._virtual_ranks is None:

@@ -15,7 +15,7 @@ from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
-from ddp_from_scratch.options.layers import look_for_layers
+from ddp_from_scratch.options.launch_order import look_for_layers
 from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gather_integers
 
 # Mapped over all parameters before every forward pass, so they must not be Python functions.

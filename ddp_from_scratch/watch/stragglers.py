@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
-from ddp_from_scratch.options.layers import communicate
+from ddp_from_scratch.options.launch_order import communicate
 from ddp_from_scratch.watch.recorder import Mark, Recorder, StepMarks
 
 # The phases in which a rank works, in the order of a step; then the phase in which it waits.

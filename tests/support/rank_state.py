@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.options import several
+from ddp_from_scratch.options import launch_order
 
 STALL_WATCH = "ddp stall watch"
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM]
@@ -62,7 +62,7 @@ def unchanged() -> Iterator[None]:
     before = _state()
     yield
     # An error that torch keeps in C++ keeps the Reducer that raised it.
-    for reducer in several.living():
+    for reducer in launch_order.living():
         reducer.remove()
     for group in tuple(dist.distributed_c10d._world.pg_names):  # on all ranks in the same order
         if group not in opened:
