@@ -30,7 +30,7 @@ from ddp_from_scratch.options.views import Views
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.sync.check_sync import DriftCheck
 from ddp_from_scratch.virtual_ranks.virtual_ranks import VirtualRanks
-from ddp_from_scratch.watch.stall import Progress, StallWatch
+from ddp_from_scratch.watch.stall import StallWatch
 from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
 
@@ -155,7 +155,7 @@ class Reducer(CoreReducer):
             if self._auto:
                 yield BucketTuning()
             if stall_after is not None:
-                yield StallWatch(stall_after, self._progress, process_group)
+                yield StallWatch(stall_after)
             if straggler_every is not None:
                 yield StragglerWatch(straggler_every, self.device, process_group)
             if check_every is not None:
@@ -210,10 +210,6 @@ class Reducer(CoreReducer):
     def stats(self) -> ReducerStats:
         """Returns the current settings, buckets and their sizes."""
         return ReducerStats.of(self, self._backend)
-
-    def _progress(self) -> Progress:
-        # Another thread calls this while the buckets may be rebuilt, so it reads them once.
-        return Progress.of(self.iteration, self.next_bucket, self.all_buckets, self.names)
 
     # Settings -----------------------------------------------------------------------------------
 

@@ -6,9 +6,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from types import MethodType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.reducer import CoreReducer
 
 _WAKES = 3  # how many times a watch wakes up in `after` seconds
 # Watches so far, by group. Its ranks make them in the same order, so their store keys match.
@@ -33,10 +32,10 @@ class Progress(NamedTuple):
     text: str  # which gradients have arrived on this rank, and which are missing
 
     @classmethod
-    def of(
-        cls, step: int, launched: int, buckets: Sequence[Bucket], names: Sequence[str]
-    ) -> "Progress":
-        """Reads the position of a step after `launched` buckets. Any thread may call it."""
+    def of(cls, reducer: CoreReducer) -> "Progress":
+        """Reads the position of the current step. Any thread may call it."""
+        # Reads the buckets once, because they may be rebuilt meanwhile.
+        launched, buckets, names = reducer.next_bucket, reducer.all_buckets, reducer.names
         waits = "the end of the backward pass" if 0 < launched == len(buckets) else None
         if under_way := [bucket for bucket in buckets[:launched] if not bucket.arrived]:
             inside = shortened([names[index] for index in under_way[0].members], 3)
@@ -48,7 +47,7 @@ class Progress(NamedTuple):
         if missing and missing[0]:
             inside = shortened([names[index] for index in missing[0]])
             text += f", bucket {launched} waits for {inside}"
-        return cls(step, waits, text)
+        return cls(reducer.iteration, waits, text)
 
 
 class StallWatch(Extension):
@@ -56,26 +55,22 @@ class StallWatch(Extension):
 
     It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
     progress, once. After `after` seconds with a bucket in flight, one rank writes every rank's
-    progress to standard error, once per step. The thread ends with the Reducer, of which `progress`
-    is a bound method, or with the group.
+    progress to standard error, once per step. The thread ends with the Reducer or with the group.
     """
 
-    def __init__(
-        self,
-        after: float,
-        progress: Callable[[], Progress],
-        process_group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, after: float) -> None:
         if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
-        # The thread must not keep the Reducer alive, nor the store except while it reports.
-        self._after, self._progress = after, weakref.WeakMethod(progress)
+        self._after = after
         # The buckets that a GPU has not averaged yet, each with its number, step and index.
         self._under_way: deque[tuple[int, int, int]] = deque()
         self._number = 0
         self._on_gpu: torch.Tensor | None = None  # the number of the last one that is averaged
         self._on_host = torch.zeros((), dtype=torch.int64)
-        group = process_group or dist.group.WORLD
+
+    def attach(self, reducer: CoreReducer) -> None:
+        super().attach(reducer)
+        group = reducer.process_group or dist.group.WORLD
         assert group is not None
         name = str(group.group_name)
         _made[name] += 1
@@ -85,7 +80,7 @@ class StallWatch(Extension):
         self._thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
         self._thread.start()
         # Unlike `__del__`, a finalizer also runs at interpreter exit.
-        weakref.finalize(cast(MethodType, progress).__self__, self._end)
+        weakref.finalize(reducer, self._end)
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         # The host runs ahead of a GPU, so the GPU itself writes to host memory where it is. A query
@@ -138,10 +133,11 @@ class StallWatch(Extension):
                 return  # the group has been destroyed
 
     def _look(self) -> Progress | None:
-        progress = self._progress()
-        if progress is None or self._stop.is_set():
+        # The thread must not keep the Reducer alive, nor the store except while it reports.
+        reducer = self._of()
+        if reducer is None or self._stop.is_set():
             return None
-        now = progress()
+        now = Progress.of(reducer)
         over = int(self._on_host)
         left = [bucket for bucket in self._under_way.copy() if bucket[0] > over]
         if not left:
