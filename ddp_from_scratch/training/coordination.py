@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ddp_from_scratch
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import PeerError, UsageError
-from ddp_from_scratch.common.group import wait
+from ddp_from_scratch.common.group import gather_objects, wait
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
@@ -41,8 +41,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     wait(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
     if not failed.item():
         return
-    texts: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts, str(mine) if mine else None, group=group)
+    texts = gather_objects(str(mine) if mine else None, group)
     rank = next(r for r, text in enumerate(texts) if text is not None)
     if rank == dist.get_rank(group) and mine is not None:
         raise mine
@@ -83,8 +82,7 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
 
 def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Raises on every rank if values differ from rank 0's, and names the first. Collective."""
-    everyone: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, dict(asked), group=group)
+    everyone = gather_objects(dict(asked), group)
     for name, value in everyone[0].items():
         for rank, theirs in enumerate(everyone):
             if theirs.get(name) != value:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.common.errors import UsageError
+from ddp_from_scratch.common.group import gather_objects
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
@@ -216,8 +217,7 @@ class Engine:
         # Gathered first: inside `raise_on_all_ranks` rank 0 works alone.
         generators: list[Any] = []
         if self.settings.virtual_ranks is None:  # virtual ranks are seeded in each step
-            generators = [None] * self.world.world_size
-            dist.all_gather_object(generators, checkpoint.rng_state(), group=self.group)
+            generators = gather_objects(checkpoint.rng_state(), self.group)
         compressed, totals = self._power_sgd_of_all(), self._totals_of_all()
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
         with raise_on_all_ranks(self.group):
