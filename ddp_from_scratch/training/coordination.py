@@ -48,13 +48,6 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     raise PeerError(f"rank {rank}: {texts[rank]}")
 
 
-def of_rank_0(value: Any, group: dist.ProcessGroup | None) -> Any:
-    """Returns rank 0's value on every rank. Collective."""
-    found = [value]
-    dist.broadcast_object_list(found, group=group, device=torch.device("cpu"))
-    return found[0]
-
-
 def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
     """Compares the options of all ranks; sets the threads, determinism and seeds of this process.
 

@@ -16,7 +16,6 @@ from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     LossWatch,
-    of_rank_0,
     open_dataset,
     prepare_process,
     raise_on_all_ranks,
@@ -99,7 +98,7 @@ class Engine:
                 # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
                 if state is not None:
                     compressed = state.pop("compression", None)
-        state = of_rank_0(state, self.group)
+        state = broadcast_state(state, 0, self.group)
         if state is not None:
             changes = settings.changes_since(state["settings"])
             now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}

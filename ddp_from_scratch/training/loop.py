@@ -19,7 +19,6 @@ from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     StopSignal,
-    of_rank_0,
     open_dataset,
     place_of,
     prepare_process,
@@ -32,6 +31,7 @@ from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import AUTO, Settings
 from ddp_from_scratch.watch.render import as_text
 from ddp_from_scratch.watch.timeline import TOO_FEW
+from ddp_from_scratch.world.elastic import broadcast_state
 from ddp_from_scratch.world.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -290,15 +290,17 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
         if world.rank == 0:
             state = checkpoint.load(path)
             try:
-                # Allocate nothing: a size in the file could ask for any amount.
-                with torch.device("meta"):
+                # Allocate nothing: a size in the file could ask for any amount. But a RegNet
+                # computes with tensors while it is made.
+                regnet = state["model_spec"]["name"].startswith("regnet")
+                with torch.device("cpu" if regnet else "meta"):
                     checkpoint.check_fit(state, make_model(**state["model_spec"]))
             except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
                 name = state["model_spec"]["name"]
                 raise UsageError(
                     f"{path} does not fit its own model {name}: {one_line(error)}"
                 ) from error
-    state = of_rank_0(state, group)
+    state = broadcast_state(state, 0, group)
     with raise_on_all_ranks(group):
         model = make_model(**state["model_spec"])
         model.load_state_dict(state["model"])

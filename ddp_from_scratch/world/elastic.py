@@ -174,17 +174,18 @@ class Membership:
             time.sleep(_POLL_S)
 
 
-def broadcast_state(state: Any, source: int) -> Any:
+def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective."""
-    is_source = dist.get_rank() == source
+    is_source = dist.get_rank(group) == source
+    # A pickle would hold a flat tensor once for each parameter that is a window of it.
     file = io.BytesIO()
     if is_source:
         torch.save(state, file)
     size = torch.tensor([file.tell()])
-    wait(dist.broadcast(size, source, async_op=True))
+    wait(dist.broadcast(size, group=group, group_src=source, async_op=True))
     data = bytearray(file.getvalue()) if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)
-    wait(dist.broadcast(wire, source, async_op=True))
+    wait(dist.broadcast(wire, group=group, group_src=source, async_op=True))
     # Safe to unpickle: it comes from a rank of this run. It holds more than tensors.
     return state if is_source else torch.load(io.BytesIO(data), weights_only=False)
 
