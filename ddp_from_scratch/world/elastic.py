@@ -183,7 +183,7 @@ def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = N
         torch.save(state, file)
     size = torch.tensor([file.tell()])
     wait(dist.broadcast(size, group=group, group_src=source, async_op=True))
-    data = bytearray(file.getvalue()) if is_source else bytearray(int(size))
+    data = file.getbuffer() if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)
     wait(dist.broadcast(wire, group=group, group_src=source, async_op=True))
     # Safe to unpickle: it comes from a rank of this run. It holds more than tensors.
