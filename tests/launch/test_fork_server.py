@@ -68,8 +68,8 @@ def test_a_rank_finds_what_a_new_python_would_and_ends_as_it(tmp_path, capfd, mo
                 found.append((code, *capfd.readouterr()))
             assert found[0] == found[1], command
             assert found[0] != (0, "", "")
-        rank = server.start([sys.executable, "-c", ""], os.environ)
-        rank.send_signal(signal.SIGINT)  # before the fork
+        rank = server.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+        rank.send_signal(signal.SIGINT)  # mostly before the fork
         assert rank.wait() == -signal.SIGINT
     finally:
         server.kill()

@@ -74,14 +74,14 @@ FAULTS = {
 save = torch.save
 def half(state, file):
     save(state, file)
-    if me == "0" and state["epoch"] == 3:
+    if me == "0" and state and state["epoch"] == 3:
         file.flush()
         die()
 torch.save = half
 """,
     "the first meeting": """
-broadcast = engine.broadcast_parameters
-engine.broadcast_parameters = lambda model: die() if me == "1" else broadcast(model)
+broadcast = engine.ddp.broadcast_parameters
+engine.ddp.broadcast_parameters = lambda model: die() if me == "1" else broadcast(model)
 """,
 }
 
