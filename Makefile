@@ -15,7 +15,7 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install
 NEW_ENOUGH := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
 
 .DELETE_ON_ERROR:
-.PHONY: help run learn test test-all test-versions bench docs lint format clean
+.PHONY: help run learn test test-all test-versions bench docs lint dist format clean
 
 help: ## print this list (the default)
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
