@@ -271,10 +271,13 @@ def report(
             bandwidth = bus_bandwidth(collective, name, ranks, nbytes, of_size[name])
             speed = "" if bandwidth is None else f" {bandwidth:6.2f}"
             row.append(f"{1e6 * float(np.median(of_size[name])):,.0f} us{speed}")
+        if "gloo" in names:
+            row.append(f"{np.median(of_size[backend]) / np.median(of_size['gloo']):.2f}")
         rows.append(row)
     title = f"{collective}, {ranks} ranks, {dtype}"
     print(f"\n{title}: median time, and bus bandwidth in GB/s")
-    print(text_table(["bytes", *names], rows), flush=True)
+    last = [f"{backend} / gloo"] if "gloo" in names else []
+    print(text_table(["bytes", *names, *last], rows), flush=True)
     name = f"{collective}-{backend}-{dtype}-{ranks}"
     settings: dict[str, Any] = {"benchmark": "allreduce", "collective": collective}
     settings |= {"backend": backend, "dtype": dtype, "nproc": ranks}

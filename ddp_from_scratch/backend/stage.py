@@ -160,9 +160,9 @@ class Exchange:
 
         `received` has None for nothing. `prepared` is False if `prepare` was not called for it.
         """
-        wanted = [(tensor, tensor.contiguous()) for tensor in received if tensor is not None]
-        sources = [rank for rank, tensor in enumerate(received) if tensor is not None]
-        into = {rank: flat_bytes(dense) for rank, (_, dense) in zip(sources, wanted, strict=True)}
+        wanted = {rank: tensor for rank, tensor in enumerate(received) if tensor is not None}
+        dense = {rank: tensor.contiguous() for rank, tensor in wanted.items()}
+        into = {rank: flat_bytes(tensor) for rank, tensor in dense.items()}
         flat = [flat_bytes(tensor.contiguous()) for tensor in sent]
         if flat and self._rank in into:  # not through shared memory
             lane = self._rank if for_each else 0
@@ -177,8 +177,8 @@ class Exchange:
                 for rank, tensor in into.items():
                     piece = tensor[begin : begin + parts[rank].numel()]
                     piece.copy_(parts[rank][: piece.numel()])
-        for tensor, dense in wanted:
-            write_back(dense, tensor)
+        for rank, tensor in wanted.items():
+            write_back(dense[rank], tensor)
 
     def reduce(
         self, sent: Sequence[torch.Tensor], result: torch.Tensor, most: int, reduction: Reduction

@@ -158,7 +158,7 @@ def failure_detector() -> Callable[[], bool]:
 
 
 def wait(work: dist.Work | None) -> None:
-    """Waits for a collective of the default group; raises if a rank has left the group."""
+    """Waits for a collective; raises if a rank has left the default group."""
     work = of_member(work)
     if _is_broken is None:
         work.wait()

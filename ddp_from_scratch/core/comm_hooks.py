@@ -37,7 +37,7 @@ Group = dist.ProcessGroup | None
 
 def average(process_group: Group, bucket: Bucket) -> Future:
     """All-reduces the bucket to its average, with the bits of torch's DDP. The default."""
-    op = bucket.op or divide(process_group, bucket)
+    op = divide(process_group, bucket) if bucket.op is None else bucket.op
     # The collective's own future, whose value is a list: no callback runs on its thread.
     return all_reduce(bucket, bucket.buffer(), process_group, op)
 

@@ -165,7 +165,7 @@ class ElasticAgent(Agent):
         if code - 128 in STOPS and not self._received:
             self._received.append(code - 128)
         if self._received:
-            died = code < 0 and member in self._generation.members  # as in `Agent._watch`
+            died = code < 0 and member in self._generation.members  # as in `Agent._look`
             return self._stopped() if died or not self._living else None
         if self._server_code() is not None:
             return self._failed(member, code)

@@ -20,7 +20,7 @@ from pathlib import Path
 from ddp_from_scratch.common.errors import UsageError
 
 # Variables that agents set for their ranks:
-STARTED_HERE = "DDP_STARTED_HERE"  # by `start_ranks` or `start_mpirun`, itself or its launcher
+STARTED_HERE = "DDP_STARTED_HERE"  # set by `start_ranks` and `start_mpirun`
 PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # the file for the rendezvous on a single machine
 MACHINE_0 = "DDP_MACHINE_0"  # machine 0's address; MASTER_ADDR leads to the agent on loopback

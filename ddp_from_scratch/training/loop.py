@@ -221,7 +221,7 @@ class Trainer(Engine):
                 f"the loss is not finite {place}; continuing, as --no-stop-on-nan says"
             )
         if is_over and not number:
-            raise CommunicationError("ranks were lost, or others want to join")
+            raise CommunicationError("the membership has changed")
         return number
 
     def _end_epoch(self) -> None:

@@ -174,8 +174,17 @@ class Membership:
             time.sleep(_POLL_S)
 
 
-def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
-    """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective."""
+def broadcast_state(
+    state: Any,
+    source: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    weights_only: bool = True,
+) -> Any:
+    """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective.
+
+    With `weights_only` it may hold tensors and plain values, as for `torch.load`.
+    """
     is_source = dist.get_rank(group) == source
     # A pickle would hold a flat tensor once for each parameter that is a window of it.
     file = io.BytesIO()
@@ -186,8 +195,7 @@ def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = N
     data = file.getbuffer() if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)
     wait(dist.broadcast(wire, group=group, group_src=source, async_op=True))
-    # Safe to unpickle: it comes from a rank of this run. It holds more than tensors.
-    return state if is_source else torch.load(io.BytesIO(data), weights_only=False)
+    return state if is_source else torch.load(io.BytesIO(data), weights_only=weights_only)
 
 
 class ElasticRun:
@@ -261,7 +269,8 @@ class ElasticRun:
         # `state_dict` lacks non-persistent buffers.
         tensors = {name: t.detach() for name, t in _tensors(module)}
         mine = self.step, tensors, [one.state_dict() for one in self._stateful]
-        self.step, tensors, states = broadcast_state(mine, source)
+        # The states of a program's objects may hold anything. They come from a rank of this run.
+        self.step, tensors, states = broadcast_state(mine, source, weights_only=False)
         if self.world.rank != source:
             with torch.no_grad():
                 for name, tensor in _tensors(module):
