@@ -75,9 +75,10 @@ _GPU_MODELS = ("gpt2",) if torch.cuda.is_available() else ()
 # The most different ones: much communication, more computation, many layers, many small layers.
 _MODELS = ("mlp64", "resnet18", "transformer", "layers500", *_GPU_MODELS)
 # Without settings that are rarely the fastest, since each takes seconds to start alone.
-_OURS = ("Reducer, views", "ddp.SGD", "ddp.SGD, fuse_wgrad", "NodeSharedSGD")
-_FEW = ("--contender", "torch DDP, views", *_OURS, "NodeSharedSGD, fuse_wgrad")
-_ADAMW = (NO_COMMUNICATION, *_FEW[1:2], f"{TORCH}, ZeroRedundancyOptimizer", "NodeSharedSGD")
+_OURS = ("Reducer, views", "ddp.SGD", "ddp.SGD, fuse_wgrad")
+_SHARDED = tuple(f"ddp.SGD, shard={how}" for how in ("world", "node", "node, fuse_wgrad"))
+_FEW = ("--contender", "torch DDP, views", *_OURS, *_SHARDED)
+_ADAMW = (NO_COMMUNICATION, *_FEW[1:2], f"{TORCH}, ZeroRedundancyOptimizer", *_SHARDED[:2])
 _WAYS = ("--way", "interleaved", "kept", "alone")
 _QUICK = ("--seconds", "3")
 _FULL = ("--seconds", "60")

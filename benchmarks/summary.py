@@ -28,8 +28,8 @@ def summarise(folder: Path, since: float) -> str:
         for backend in settings["backend"].split():
             row = [f"{_model(content)}; {backend}, {settings['nproc']} ranks, {settings['way']}"]
             row += [_median(run.alone), _median(run.torch_ddp)]
-            for what in ("Reducer", "ddp.", "NodeShared"):
-                own = (s for s in run.ours if s.name.startswith(what) and _is_on(s.name, backend))
+            for what in _OURS:
+                own = (s for s in run.ours if _is_of(s.name, what) and _is_on(s.name, backend))
                 best = fastest(own)
                 row += [_ratio_in(run, best, run.torch_ddp), _ratio_in(run, best, run.alone)]
             # A ratio from a busy machine is no result.
@@ -37,7 +37,7 @@ def summarise(folder: Path, since: float) -> str:
         if run.disturbed:
             notes.append(f"no verdict, {content['title']}: {run.disturbed}")
     headers = ["a training step", "no comm., ms", "torch DDP, ms"]
-    for what in ("Reducer", "ddp.SGD", "NodeSharedSGD"):
+    for what in _OURS:
         headers += [f"{what} / torch", "/ no comm."]
     notes.append("the fastest setting of each, torch's DDP on gloo (nccl); AdamW where it says so")
     return "\n".join([text_table(headers, rows), *notes])
@@ -46,6 +46,15 @@ def summarise(folder: Path, since: float) -> str:
 def _ratio_in(run: Run, one: Samples | None, other: Samples | None) -> str:
     ratio = None if one is None else run.ratio(one, other)
     return "-" if ratio is None else f"{ratio[0]:.2f}"
+
+
+# Columns: the fastest Reducer with torch's optimizer, this library's optimizer, and that divided.
+_OURS = ("Reducer", "ddp.SGD", "ddp.SGD, shard")
+
+
+def _is_of(name: str, what: str) -> bool:
+    kind = "Reducer" if name.startswith("Reducer") else "ddp.SGD"
+    return what == kind + ", shard" * ("shard=" in name)
 
 
 def _is_on(name: str, backend: str) -> bool:

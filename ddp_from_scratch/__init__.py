@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ddp_from_scratch.common.errors import CommunicationError, UsageError
     from ddp_from_scratch.launch.start import start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
-    from ddp_from_scratch.optim.node_shared import NodeSharedAdam, NodeSharedAdamW, NodeSharedSGD
     from ddp_from_scratch.options import comm_hooks, power_sgd
     from ddp_from_scratch.reducer import Reducer
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
@@ -40,9 +39,6 @@ __all__ = [
     "CommunicationError",
     "DistributedDataParallel",
     "JoinableReducer",
-    "NodeSharedAdam",
-    "NodeSharedAdamW",
-    "NodeSharedSGD",
     "Reducer",
     "SyncBatchNorm",
     "UsageError",
@@ -68,9 +64,6 @@ _MODULES = {
     "CommunicationError": "common.errors",
     "DistributedDataParallel": "torch_ddp.wrapper",
     "JoinableReducer": "torch_ddp.join",
-    "NodeSharedAdam": "optim.node_shared",
-    "NodeSharedAdamW": "optim.node_shared",
-    "NodeSharedSGD": "optim.node_shared",
     "Reducer": "reducer",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "common.errors",

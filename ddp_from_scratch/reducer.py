@@ -19,7 +19,6 @@ from ddp_from_scratch.options import launch_order
 from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms
-from ddp_from_scratch.options.comm_hooks import keep_local
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.launch_order import CommunicatingLayers, layers_with_groups
 from ddp_from_scratch.options.sparse import SparseBucket
@@ -29,6 +28,7 @@ from ddp_from_scratch.options.unused import Unused
 from ddp_from_scratch.options.views import Views
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.sync.check_sync import DriftCheck
+from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction
 from ddp_from_scratch.virtual_ranks.virtual_ranks import VirtualRanks
 from ddp_from_scratch.watch.stall import StallWatch
 from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
@@ -284,16 +284,21 @@ class Reducer(CoreReducer):
             raise RuntimeError(text)
 
     @contextmanager
-    def keeping_local(self) -> Iterator[None]:
-        """Packs buckets but does not average them inside the context (`node_shared.py`)."""
-        self.check_free("local gradients")
-        if self.sender.hook is not average:
+    def averaging_with(self, hook: CommHook) -> Iterator[None]:
+        """Uses a comm hook inside the context that may leave gradients local (`shards.py`)."""
+        before, state = self.sender.hook, self.sender.state
+        if self._virtual_ranks is None and before is not average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        self.sender.set_hook(keep_local, self.sender.state)
+        self.sender.set_hook(hook, state)
         try:
             yield
         finally:
-            self.sender.set_hook(average, self.sender.state)
+            self.sender.set_hook(before, state)
+
+    @property
+    def tree_reduction(self) -> TreeReduction | None:
+        """What sums over virtual ranks; None without them."""
+        return None if self._virtual_ranks is None else self._virtual_ranks.reduction
 
     # Weights ------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ ROOMS = {
         "virtual_ranks": "common core options sync",
         "watch": "backend common core options",
         "reducer": "common core node options sync virtual_ranks watch",
-        "optim": "backend common core reducer sync",
+        "optim": "backend common core options reducer sync",
         "torch_ddp": "common core options reducer sync",
         "world": "common launch mpi node reducer",
         "bench": "common launch node optim reducer sync watch world",
@@ -38,8 +38,7 @@ ROOMS = {
 
 PUBLIC = [
     *("SGD", "Adam", "AdamW", "CommunicationError", "DistributedDataParallel", "JoinableReducer"),
-    *("NodeSharedAdam", "NodeSharedAdamW", "NodeSharedSGD", "Reducer", "SyncBatchNorm"),
-    *("UsageError", "World"),
+    *("Reducer", "SyncBatchNorm", "UsageError", "World"),
     *("broadcast_buffers", "broadcast_parameters", "check_sync", "comm_hooks"),
     *("convert_sync_batchnorm", "elastic", "join", "power_sgd", "process_group", "start_ranks"),
     "timeline",
@@ -130,8 +129,8 @@ def test_no_import_goes_round_in_a_circle():
 
 def test_the_package_is_as_short_as_it_was():
     lines = [path.read_text().count("\n") for path in MODULES]
-    assert (len(lines) <= 92, sum(lines) <= 17_760, max(lines) <= 400) == (True,) * 3
-    assert (len(ROOMS), sum(map(len, ROOMS.values()))) == (16, 58)  # rooms, and arrows between them
+    assert (len(lines) <= 94, sum(lines) <= 18_260, max(lines) <= 400) == (True,) * 3
+    assert (len(ROOMS), sum(map(len, ROOMS.values()))) == (16, 59)  # rooms, and arrows between them
 
 
 @on("gloo-2")

@@ -105,6 +105,16 @@ class AllReduce:
             receive(begin, total)
             begin += total.numel()
 
+    def split(self, reduction: Reduction, dtype: torch.dtype) -> tuple[Reduction, Reduction]:
+        """Returns the reductions on this machine and across machines. One divides an average."""
+        # On this machine where that is exact, or keeps a sum in 16 bits from overflow, else across
+        # machines, so a machine with one rank rounds nothing.
+        wide = dtype == reduction.dtype
+        first = reduction.divides_first if wide else self._stage.shares_memory
+        if self._nodes.count == 1 or first:
+            return reduction, reduction.undivided
+        return reduction.undivided, reduction
+
     def free(self) -> None:
         self._eager.cache_clear()
         self._stage.free()
@@ -151,12 +161,7 @@ class AllReduce:
     ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
         """Yields chunks of the shares with their reductions, in the first chunk unless `keep`."""
         wide = shares[0].dtype == reduction.dtype
-        # One of the two divides an average: on this machine where that is exact, or keeps a sum in
-        # 16 bits from overflow, else across machines, so a machine with one rank rounds nothing.
-        here, across = reduction, reduction.undivided
-        first = reduction.divides_first if wide else self._stage.shares_memory
-        if self._nodes.count > 1 and not first:
-            here, across = across, here
+        here, across = self.split(reduction, shares[0].dtype)
         in_place, scratch = wide and not keep, self._scratch(reduction)
         whole = shares[0] if self._nodes.count == 1 or not keep else torch.empty_like(shares[0])
         chunks = list(zip(*(part.split(CHUNK) for part in (whole, *shares)), strict=True))

@@ -2,6 +2,13 @@
 
 All but `reduce` copy from rank to rank (`Exchange`). In a reduce-scatter, for instance, each rank
 receives its part from every rank and sums these parts.
+
+Tensors that lie in windows are not copied: a rank reads its part in the windows of the other ranks.
+With several machines of equally many ranks, every element then crosses the network once:
+
+    machine 0   | rank 0: sums parts 0 and 2 | rank 1: sums parts 1 and 3 |
+    machine 1   | rank 2: sums parts 0 and 2 | rank 3: sums parts 1 and 3 |
+                   then ranks 0 and 2 exchange  then ranks 1 and 3 exchange
 """
 
 # torch.distributed calls only one overload of each C++ method.
@@ -10,7 +17,7 @@ receives its part from every rank and sums these parts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
@@ -70,13 +77,35 @@ class CollectivesGroup(SharedMemoryGroup):
         reduction = Reduction.of(op, output.dtype, size)
         most = max(part.nbytes for part in parts)
 
+        def prepare() -> str:
+            self._exchange.prepare(parts, most, for_each=True)
+            return self._place(parts)
+
         def run() -> Result:
             dense = output.contiguous()
-            self._exchange.reduce(parts, dense.view(-1), most, reduction)
+            if self.checked_barrier.same_place and self._place(parts):
+                self._reduce_in_windows(dense.view(-1), parts, reduction)
+            else:
+                self._exchange.reduce(parts, dense.view(-1), most, reduction)
             return [write_back(dense, output)]
 
-        text = f"reduce_scatter({reduction.name}) of {size_of(*parts)}"
-        return Operation(text, run, partial(self._exchange.prepare, parts, most, for_each=True))
+        return Operation(f"reduce_scatter({reduction.name}) of {size_of(*parts)}", run, prepare)
+
+    def _reduce_in_windows(
+        self, output: torch.Tensor, parts: Tensors, reduction: Reduction
+    ) -> None:
+        peers, own = self._nodes.peers, parts[self.rank()]
+        if self._nodes.count == 1:
+            reduction.fold_into(output, self._windows.by_rank(own))
+        else:
+            here, across = self._reduce.split(reduction, own.dtype)
+            sums = [torch.empty_like(parts[rank]) for rank in self._column]
+            for rank, total in zip(self._column, sums, strict=True):
+                here.fold_into(total, self._windows.by_rank(parts[rank]))
+            received = [torch.empty_like(own) for _ in sums]
+            peers.exchange(sums, received)
+            across.fold_into(output, received)
+        self.checked_barrier.wait()  # no rank writes to its parts before the others have read them
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any
@@ -143,14 +172,52 @@ class CollectivesGroup(SharedMemoryGroup):
                 f"got {output.numel()} of {output.dtype}"
             )
 
+        def prepare() -> str:
+            self._exchange.prepare([tensor], tensor.nbytes)
+            return self._place([output])
+
         def run() -> Result:
             dense = output.contiguous()
             parts = dense.view(-1).tensor_split(self.size())
-            self._exchange([tensor], parts, tensor.nbytes)
+            if self.checked_barrier.same_place and self._place([output]):
+                self._gather_in_windows(parts, tensor)
+            else:
+                self._exchange([tensor], parts, tensor.nbytes)
             return [write_back(dense, output)]
 
-        prepare = partial(self._exchange.prepare, [tensor], tensor.nbytes)
         return Operation(f"all_gather_into_tensor of {size_of(output)}", run, prepare)
+
+    def _gather_in_windows(self, parts: Tensors, tensor: torch.Tensor) -> None:
+        own = parts[self.rank()]
+        if own.data_ptr() != tensor.data_ptr():
+            own.copy_(tensor.view(-1))
+        if self._nodes.count > 1:
+            self._nodes.peers.exchange([own] * len(self._column), [parts[r] for r in self._column])
+        self.checked_barrier.wait()
+        for rank, part in enumerate(parts):
+            if rank not in self._column:
+                part.copy_(self._windows.by_rank(part)[self._local_ranks[rank]])
+        self.checked_barrier.wait()  # no rank changes its part before the others have read it
+
+    @cached_property
+    def _local_ranks(self) -> list[int]:
+        """Each rank's number among those of its machine. Collective at first."""
+        if self._nodes.count == 1:
+            return list(range(self.size()))
+        return self._nodes.everyone.allgather(self._nodes.node.rank)
+
+    @cached_property
+    def _column(self) -> list[int]:
+        """The ranks with this rank's number on each machine (`Nodes.peers`)."""
+        number = self._nodes.node.rank
+        return [rank for rank, other in enumerate(self._local_ranks) if other == number]
+
+    def _place(self, tensors: Tensors) -> str:
+        """Returns where tensors lie in one window; empty if they do not or machines differ."""
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        equal = self._stage.owners * self._nodes.count == self.size()
+        whole = all(tensor.is_contiguous() for tensor in tensors)
+        return self._windows.place(tensors[0]) if equal and whole and len(storages) == 1 else ""
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         (tensor,), root = inputs, opts.rootRank

@@ -22,7 +22,8 @@ How to read the table:
     torch DDP          torch's class in several settings; ratios are to the fastest on gloo (nccl)
     Reducer            this library's hooks, with torch's optimizer
     ddp.SGD            this library's optimizer, on the Reducer's flat buckets
-    NodeSharedSGD      one copy of parameters and state per machine; each rank updates its share
+    shard=world        each rank updates its share of the parameters, and has the state of that
+    shard=node         the same, with one copy of parameters and state per machine
     fuse_wgrad         gradients of linear layers and embeddings are computed in their buckets
     on gloo, mpi, node the process group's backend; node is shared memory beside gloo
 

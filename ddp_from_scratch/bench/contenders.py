@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map_only
 
 from ddp_from_scratch.bench.workloads import Workload
 from ddp_from_scratch.optim.flat_optimizer import SGD, AdamW, FlatOptimizer
-from ddp_from_scratch.optim.node_shared import NodeSharedAdamW, NodeSharedSGD
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.watch.timeline import Timeline
@@ -30,12 +29,11 @@ TORCH_BEST: dict[str, Any] = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: Fa
 
 @dataclass(frozen=True)
 class Optimizers:
-    """torch's optimizer, and this library's two of the same kind."""
+    """torch's optimizer, and this library's of the same kind."""
 
     name: str  # of torch's class, for the names of contenders
     plain: type[torch.optim.SGD] | type[torch.optim.AdamW]
     flat: type[FlatOptimizer]
-    shared: type[FlatOptimizer]
     settings: Mapping[str, Any]
 
     def fused(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -44,8 +42,8 @@ class Optimizers:
 
 
 OPTIMIZERS = {
-    "sgd": Optimizers("SGD", torch.optim.SGD, SGD, NodeSharedSGD, {"lr": 1e-3, "momentum": 0.9}),
-    "adamw": Optimizers("AdamW", torch.optim.AdamW, AdamW, NodeSharedAdamW, {"lr": 1e-4}),
+    "sgd": Optimizers("SGD", torch.optim.SGD, SGD, {"lr": 1e-3, "momentum": 0.9}),
+    "adamw": Optimizers("AdamW", torch.optim.AdamW, AdamW, {"lr": 1e-4}),
 }
 
 
@@ -55,7 +53,7 @@ class Training:
 
     forward: nn.Module
     zero_grad: Callable[[], None]
-    update: Callable[[torch.Tensor], None]  # backward and the optimizer's step, given the loss
+    update: Callable[[torch.Tensor], object]  # backward and the optimizer's step, given the loss
 
 
 Prepare = Callable[[nn.Module, Group, Optimizers], Training]
@@ -119,15 +117,15 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
     return prepare
 
 
-def flat(at_once: bool = False, shared: bool = False, **settings: Any) -> Prepare:
-    """Uses a `Reducer` and this library's optimizer, `shared` by a machine's ranks or `at_once`."""
+def flat(shard: str = "none", **settings: Any) -> Prepare:
+    """Uses a `Reducer` and this library's optimizer, whose steps the ranks may divide."""
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
         broadcast_parameters(model, process_group=group)
         averaging = Reducer(model, group, **settings)
-        kind = optimizers.shared if shared else optimizers.flat
-        stepper = kind(model.parameters(), reducer=averaging, **optimizers.settings)
-        if at_once:
+        options: dict[str, Any] = {"reducer": averaging, "shard": shard, **optimizers.settings}
+        stepper = optimizers.flat(model.parameters(), **options)
+        if shard != "none":
             return Training(model, stepper.zero_grad, stepper.backward_and_step)
         return _two_calls(model, stepper)
 
@@ -193,10 +191,9 @@ CONTENDERS = [
     ContenderSpec("ddp.SGD", flat()),
     ContenderSpec("ddp.SGD, one flat bucket", flat(**_FLAT_BUCKET)),
     ContenderSpec("ddp.SGD, fuse_wgrad", flat(fuse_wgrad=True), SHARING),
-    ContenderSpec("NodeSharedSGD", flat(at_once=True, shared=True), SHARING),
-    ContenderSpec(
-        "NodeSharedSGD, fuse_wgrad", flat(at_once=True, shared=True, fuse_wgrad=True), SHARING
-    ),
+    ContenderSpec("ddp.SGD, shard=world", flat("world")),
+    ContenderSpec("ddp.SGD, shard=node", flat("node"), SHARING),
+    ContenderSpec("ddp.SGD, shard=node, fuse_wgrad", flat("node", fuse_wgrad=True), SHARING),
 ]
 
 

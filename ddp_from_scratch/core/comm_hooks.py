@@ -77,10 +77,10 @@ def all_reduce(
         caller.suffix = ""
     if work is None:
         of_member(work)  # raises on a rank outside of the group
-    return work.get_future() if tensor.is_cpu else _OnGPU(work, tensor)
+    return work.get_future() if tensor.is_cpu else OnGPU(work, tensor)
 
 
-class _OnGPU(Future):
+class OnGPU(Future):
     """The future of a collective on a GPU. Only `wait` makes the current stream wait for it."""
 
     def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:

@@ -10,19 +10,19 @@ offsets:
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import wraps
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
 
-from ddp_from_scratch.common.memory import in_huge_pages
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.optim import flat_params
-from ddp_from_scratch.optim.flat_params import FlatParams, UpdateRule, can_move, overlapping
+from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
+from ddp_from_scratch.optim.shards import SHARDS, NoShards
+from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, UpdateRule
 from ddp_from_scratch.reducer import Reducer
 
 
@@ -56,30 +56,55 @@ class FlatOptimizer(torch.optim.Optimizer):
     `load_state_dict()` and deep copies are not affected. A copy of the optimizer (deep or pickled)
     has no Reducer and steps one by one.
 
+    With `shard` the ranks divide phase 2, and parameters are those of `shard="none"`, to the last
+    bit if the world size is a power of two, else to rounding. `backward_and_step` then averages
+    nothing in `.grad`, which is None afterwards (except sparse gradients). With `backward()` and
+    `step()`, `.grad` holds averages in between, which may be clipped or unscaled. The first step
+    compares the parameters over all ranks.
+
+    - "node": the ranks of a machine have one copy of parameters and state, in shared memory. No
+      forward or backward pass sees a half-written parameter. If a program writes to a parameter,
+      all ranks of the machine see it: let all write the same values, or let one rank write, with a
+      barrier (`dist.barrier()`) before and after.
+    - "world": every rank has all parameters, and 1/n of the state: `state[parameter]` holds this
+      rank's part, flat. `state_dict()` gathers it, so all ranks must call it.
+
     Args:
         params: parameters, named parameters or groups, as for any optimizer. Some may not be the
             Reducer's. Only neighbours of one group share a call, so groups that alternate between
             parameters (weights and biases, for example) gain little.
         args, settings: those of torch's class, except settings that choose a kernel.
         reducer: averages the gradients. It switches to `gradient_as_bucket_view=True`.
+        shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
+            memory of its own, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
+            with shared memory.
 
     Raises:
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
             `differentiable`).
         ValueError: a value out of range, as in torch's class; none of the Reducer's parameters is
-            among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW).
-        RuntimeError: see `Reducer.keep_bucket_views`.
+            among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW);
+            what `shard` needs is missing.
+        RuntimeError: see `Reducer.keep_bucket_views`. With `shard`, from a step: `.data` of a
+            parameter was replaced, the step is inside `join()`, or, in `backward_and_step`, a comm
+            hook is registered; with "node" also if settings differ between ranks.
     """
 
     _rule: ClassVar[UpdateRule]
-    _cuts_gradients: ClassVar[bool] = False  # True if several ranks each step a part of a run
 
     def __init__(
-        self, params: Iterable[Any], *args: Any, reducer: Reducer, **settings: Any
+        self,
+        params: Iterable[Any],
+        *args: Any,
+        reducer: Reducer,
+        shard: str = "none",
+        **settings: Any,
     ) -> None:
         for name in ("foreach", "fused", "capturable", "differentiable"):
             if name in settings:
                 raise TypeError(f"{type(self).__name__} takes no {name}: it has one kernel")
+        if shard not in SHARDS:
+            raise ValueError(f'shard must be "none", "node" or "world", got "{shard}"')
         super().__init__(params, *args, **settings)
         # Saved in the groups, so that torch's class has the same bits after it loads them.
         for group in (self.defaults, *self.param_groups):
@@ -88,10 +113,15 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
+        self.shard = shard
+        name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
+        self._shards = SHARDS[shard](name, reducer, self._rule)
+        self._check_groups()
+        self._runs: dict[Bucket, list[FlatParams]] = {}
 
     _add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
     zero_grad = _without_dynamo(torch.optim.Optimizer.zero_grad)
-    state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
+    _own_state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
     load_state_dict = _without_dynamo(torch.optim.Optimizer.load_state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -105,9 +135,33 @@ class FlatOptimizer(torch.optim.Optimizer):
                     f"{tuple(parameter.shape)} and {parameter.dtype}: step it with torch.optim.Adam"
                 )
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self.shard == "world":
+            raise TypeError(
+                f"{type(self).__name__} has only this rank's share of the state, which "
+                f"cannot be copied: use state_dict()"
+            )
+        return super().__getstate__()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.__dict__.setdefault("_reducer", None)  # in a copy
+        if "_reducer" not in self.__dict__:  # in a copy
+            self._reducer, self.shard, self._runs = None, "none", {}
+            self._shards = NoShards(type(self).__name__, None, self._rule)
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's `state_dict()`, with the whole state. With shard="world" collective."""
+        packed: dict[str, Any] = self._own_state_dict()
+        index_of = {id(p): index for index, p in enumerate(self._parameters())}
+        for runs in self._runs.values():
+            for parameter, whole in self._shards.whole_state(runs, self.state).items():
+                index = index_of[id(parameter)]
+                packed["state"][index] = {**packed["state"][index], **whole}
+        return packed
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for group in self.param_groups for parameter in group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -121,33 +175,84 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not isinstance(closure, _BackwardAndStep):
             for bucket in self._runs:
                 self._step_bucket(bucket)
+        self._shards.end_step(list(self._runs))
         for parameter, group in self._alone:
             self._step_alone(parameter, self.param_groups[group])
         return loss
 
-    def backward_and_step(self, loss: torch.Tensor) -> None:
+    def backward_and_step(
+        self, loss: torch.Tensor, *, max_norm: float | None = None
+    ) -> torch.Tensor | None:
         """Runs `loss.backward()` and `step()` in one, and steps each bucket when it has landed.
 
         The first buckets step while the last are in flight. The result is that of the two calls,
-        bit for bit. Use the two calls for clipping by the global norm and GradScaler, which must
-        see every gradient before the first parameter changes.
+        bit for bit. Use the two calls for GradScaler, which must see every gradient before the
+        first parameter changes. So must clipping: with `max_norm`, the step begins when the last
+        bucket has landed, and all gradients are scaled by one factor so that their global 2-norm
+        is at most `max_norm`. Then it returns the norm before that, a float64 tensor of shape ();
+        its bits are the same for every `shard`.
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
                 `no_sync()`; nothing was stepped.
+
+        Follows: torch.nn.utils.clip_grad_norm_.
         """
         if self._reducer is None:
             name = type(self).__name__
             raise RuntimeError(f"a copy of a ddp.{name} has no Reducer: call backward() and step()")
+        self._check_groups()
         self._arrange()
-        # Calls `step`, so that hooks and schedulers see one step.
-        self.step(_BackwardAndStep(loss, self, self._reducer))
+        norm = None
+        with self._shards.averaging(max_norm is not None):
+            if max_norm is None:
+                # Calls `step`, so that hooks and schedulers see one step.
+                self.step(_BackwardAndStep(loss, self, self._reducer))
+            else:
+                _BackwardAndStep(loss, self, self._reducer, steps=False)()
+                norm = self._clip(max_norm)
+                self.step()
+        if self.shard != "none":
+            for run in chain.from_iterable(self._runs.values()):
+                for parameter in run.parameters:
+                    parameter.grad = None  # local, but would be taken for an average
+        return norm
+
+    @torch.no_grad()
+    def _clip(self, max_norm: float) -> torch.Tensor:
+        runs = list(self._runs.values())
+        flat = {
+            id(run.parameters[index])
+            for run in chain.from_iterable(runs)
+            for index in self._shards.members(run)
+        }
+        squares = self._shards.sum_of_squares(runs)
+        apart = [p.grad for p in self._parameters() if p.grad is not None and id(p) not in flat]
+        for gradient in apart:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            squares = squares + values.abs().double().square().sum()
+        norm = squares.sqrt()
+        # As torch.nn.utils.clip_grad_norm_.
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for run in chain.from_iterable(runs):
+            run.scale_gradients(factor)
+        for gradient in apart:
+            gradient.mul_(factor)
+        return norm
 
     # 1. arrange ---------------------------------------------------------------------------------
 
     @property
     def _buckets(self) -> Sequence[Bucket]:
         return () if self._reducer is None else self._reducer.flat_buckets
+
+    def _check_groups(self) -> None:
+        groups = (group for bucket in self._buckets for group in self._groups_of(bucket))
+        if self.shard != "none" and any(group is None for group in groups):
+            raise ValueError(
+                "params must hold all of the reducer's parameters: the gradient of another one "
+                "would not be averaged"
+            )
 
     @torch.no_grad()
     def _arrange(self) -> None:
@@ -156,18 +261,28 @@ class FlatOptimizer(torch.optim.Optimizer):
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):
             return
+        self._shards.before_arranging()
+        before = list(self._runs.values())
         # Includes parameters in no bucket, which may share memory with one that would move.
-        shared = overlapping([p for group in self.param_groups for p in group["params"]])
-        self._runs: dict[Bucket, list[FlatParams]] = {
-            bucket: self._make_runs(bucket, shared) for bucket in buckets
+        shared = overlapping(list(self._parameters()))
+        self._runs = {bucket: self._make_runs(bucket, shared) for bucket in buckets}
+        moved: dict[torch.Tensor, tuple[FlatParams, int]] = {
+            parameter: (run, index)
+            for run in chain.from_iterable(self._runs.values())
+            for index, parameter in enumerate(run.parameters)
         }
-        moved = {id(p) for runs in self._runs.values() for run in runs for p in run.parameters}
         self._alone = [
             (parameter, index)
             for index, group in enumerate(self.param_groups)
             for parameter in group["params"]
-            if id(parameter) not in moved
+            if parameter not in moved
         ]
+        self._shards.arranged(self._runs, [parameter for parameter, _ in self._alone])
+        for runs in before:  # bucket by bucket, since the whole state may not fit into memory
+            for parameter, whole in self._shards.whole_state(runs, self.state).items():
+                self.state[parameter].update(whole)
+                run, index = moved[parameter]
+                run.gather([index], self.state, self.param_groups[run.group])
         self._arranged_for = (buckets, groups)
 
     def _make_runs(self, bucket: Bucket, shared: set[int]) -> list[FlatParams]:
@@ -178,19 +293,17 @@ class FlatOptimizer(torch.optim.Optimizer):
         offsets, itemsize = bucket.offsets, bucket.buffer().itemsize
         cuts = [0]
         for i in range(1, len(groups)):
-            odd = (offsets[i] - offsets[cuts[-1]]) * itemsize % flat_params.CACHE_LINE != 0
+            odd = (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0
             # A part that begins inside a piece might not begin at a cache line of a parameter.
-            apart = odd and self._cuts_gradients and not self._rule.exact_anywhere
+            apart = odd and self._shards.cuts and not self._rule.exact_anywhere
             if apart or groups[i] != groups[i - 1]:
                 cuts.append(i)
+        allocate, place = self._shards.allocate, self._shards.places(bucket)
         return [
-            FlatParams(bucket, slice(begin, end), group, self._rule, self._allocate)
+            FlatParams(bucket, slice(begin, end), group, self._rule, allocate, place)
             for begin, end in pairwise([*cuts, len(groups)])
             if (group := groups[begin]) is not None
         ]
-
-    def _allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        return in_huge_pages(like.new_empty(numel))
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
         groups = enumerate(self.param_groups)
@@ -203,9 +316,9 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _step_bucket(self, bucket: Bucket) -> None:
         for run in self._runs[bucket]:
             group = self.param_groups[run.group]
-            members = run.in_place()
+            members = self._shards.members(run)
             stretches = run.gather(members, self.state, group)
-            run.update(stretches, group, 0, run.gradient)
+            self._shards.step(run, stretches, group)
             run.count(stretches)
             # Autograd counts writes to a parameter, but not those through other tensors.
             increment_version([run.parameters[index] for index in members])
@@ -221,11 +334,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 class _BackwardAndStep(Extension):
-    """The closure of `backward_and_step`, which steps buckets during `backward()`."""
+    """The closure of `backward_and_step`, which `steps` buckets during `backward()`."""
 
-    def __init__(self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer) -> None:
+    def __init__(
+        self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, steps: bool = True
+    ) -> None:
         self._loss, self._optimizer, self._reducer = loss, optimizer, reducer
-        self._stepped = False
+        self._steps, self._averaged = steps, False
 
     def __call__(self) -> torch.Tensor:
         self._reducer.add_extension(self)
@@ -234,7 +349,7 @@ class _BackwardAndStep(Extension):
         finally:
             # Also after an error, since a later backward() must not step.
             self._reducer.remove_extension(self)
-        if not self._stepped:
+        if not self._averaged:
             self._reducer.check_complete()
             raise RuntimeError(
                 "nothing was averaged, so nothing was stepped: backward_and_step() is inside "
@@ -244,8 +359,9 @@ class _BackwardAndStep(Extension):
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         if takes_part and bucket in self._optimizer._runs:
-            self._optimizer._step_bucket(bucket)
-            self._stepped = True
+            self._averaged = True
+            if self._steps:
+                self._optimizer._step_bucket(bucket)
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):
@@ -257,7 +373,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
     Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
     """
 
-    _rule = flat_params.SGD_RULE
+    _rule = SGD_RULE
 
 
 class Adam(FlatOptimizer, torch.optim.Adam):
@@ -268,7 +384,7 @@ class Adam(FlatOptimizer, torch.optim.Adam):
     Follows: torch/optim/adam.py, `_fused_adam`.
     """
 
-    _rule = flat_params.ADAM_RULE
+    _rule = ADAM_RULE
 
 
 class AdamW(FlatOptimizer, torch.optim.AdamW):
@@ -277,4 +393,4 @@ class AdamW(FlatOptimizer, torch.optim.AdamW):
     Follows: torch/optim/adamw.py, and `_fused_adam` in torch/optim/adam.py.
     """
 
-    _rule = flat_params.ADAM_RULE
+    _rule = ADAM_RULE

@@ -11,189 +11,22 @@ Parameters begin at cache lines. After a parameter whose size is not a multiple 
 run.gradient    |<- bias ->|<------- weight ------->|<- bias ->|
 run.flat        |<- bias ->|  |<------- weight ------->|  |<- bias ->|
 
-The rules step flat tensors with torch's fused kernels and bits. A kernel's threads split a tensor
-at cache lines, so a cut there does not change the bits. Only the last elements, which do not fill a
-vector, may be rounded differently.
+If ranks divide the state, a rank has that of its own part alone:
+
+run.flat        |<- fc2.bias ->|  |<------ fc2.weight ------>|
+run.own                           |<--- own --->|
+momentum                          |<----------->|
 """
 
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from itertools import accumulate, groupby, pairwise, product
-from typing import Any, Protocol, TypeAlias
+from itertools import accumulate, groupby, pairwise
+from typing import Any, TypeAlias
 
 import torch
-from torch.optim.sgd import sgd
 
-from ddp_from_scratch.common.memory import dense_strides
 from ddp_from_scratch.core.bucket import Bucket
-
-# In bytes. A multiple of the vector size of every CPU that torch has kernels for.
-CACHE_LINE = 64
-
-Group = dict[str, Any]
-# A parameter, its gradient, and its state in the order of `state_names`, without "step".
-Tensors = Sequence[torch.Tensor]
-Columns = Sequence[list[torch.Tensor]]  # the same, for several parameters
-
-
-class UpdateRule(Protocol):
-    """The arithmetic of one of torch's optimizers.
-
-    `state_names` are the keys of a parameter's state; all but "step" have the parameter's shape.
-    `update` steps a parameter and its state, and keeps the gradient. `update_flat` steps contiguous
-    parts, which begin at cache lines unless the rule is exact anywhere. `age` is a state's number
-    of earlier steps. Without a "step" that counts them it is 0 or 1.
-    """
-
-    settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
-    fused: bool | None  # torch's class has the same bits with this `fused`
-    takes_complex: bool
-    exact_anywhere: bool  # an element's bits do not depend on its position in a tensor
-
-    def state_names(self, group: Group) -> tuple[str, ...]: ...
-    def update(self, tensors: Tensors, age: int, group: Group) -> None: ...
-    def update_flat(self, columns: Columns, age: int, group: Group) -> None: ...
-
-    def _update_contiguous(self, tensors: Tensors, age: int, group: Group) -> None:
-        strides = dense_strides(tensors[0])  # the kernel ignores strides
-        in_order = all(tensor.stride() == strides for tensor in tensors)
-        dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
-        self.update_flat([[tensor] for tensor in dense], age, group)
-        for tensor, stepped in zip(tensors, dense, strict=True):
-            if stepped is not tensor:
-                tensor.copy_(stepped)
-
-    def step(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Group
-    ) -> None:
-        """Steps one parameter. Like torch, it allocates the state in the first step."""
-        names = self.state_names(group)
-        age = int(all(state.get(name) is not None for name in names))
-        like = gradient if gradient.is_sparse else parameter
-        for name in names:
-            if state.get(name) is None:
-                state[name] = torch.tensor(0.0) if name == "step" else torch.zeros_like(like)
-        if "step" in names:
-            age = int(state["step"])
-        values = (state[name] for name in names if name != "step")
-        self.update([parameter, gradient, *values], age, group)
-        if "step" in names:
-            state["step"] += 1
-
-
-class SGDRule(UpdateRule):
-    """torch.optim.SGD: on a GPU with the bits of `fused=True`, on a CPU of the other forms.
-
-    On a CPU, torch's `fused=True` differs from them only in the momentum of a parameter's last
-    elements (at most 7 in float32, 3 in float64), which it rounds once less. Here the operations of
-    `foreach=False` step these elements, and the fused kernel steps all others.
-    """
-
-    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    fused = None
-    takes_complex = True
-    exact_anywhere = True
-
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
-
-    def update(self, tensors: Tensors, age: int, group: Group) -> None:
-        parameter, gradient, *state = tensors
-        if parameter.is_cuda and parameter.is_floating_point() and not gradient.is_sparse:
-            self._update_contiguous(tensors, age, group)
-            return
-        momentum = [state[0] if state and age else None]
-        sgd([parameter], [gradient], momentum, foreach=False, fused=False, **_sgd_settings(group))
-        if age == 0 and momentum[0] is not None:
-            state[0].copy_(momentum[0])
-
-    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        # The fused kernel steps the whole cache lines of each part, and `update` the rest.
-        first = columns[0][0]
-        rest = list(columns)
-        if first.is_cuda and first.is_floating_point():
-            _fused_sgd(columns, age, group)
-            return
-        if has_exact_kernel(first.dtype, first.device.type):
-            line = CACHE_LINE // first.itemsize
-            over = [(k, n) for k, part in enumerate(columns[0]) if (n := part.numel() % line)]
-            rest = [[column[k][-n:] for k, n in over] for column in columns]
-            whole = [list(column) for column in columns]
-            for column in whole:
-                for k, n in over:
-                    column[k] = column[k][:-n]
-            _fused_sgd(whole, age, group)
-        for tensors in zip(*rest, strict=True):
-            self.update(tensors, age, group)
-
-
-class AdamRule(UpdateRule):
-    """torch.optim.Adam and AdamW with the bits of `fused=True`."""
-
-    _of_kernel = ("eps", "weight_decay", "amsgrad", "maximize")
-    settings = ("lr", "betas", *_of_kernel, "decoupled_weight_decay")
-    fused = True
-    takes_complex = False  # torch's fused kernel has none
-    exact_anywhere = False
-
-    def state_names(self, group: Group) -> tuple[str, ...]:
-        largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
-        return ("step", "exp_avg", "exp_avg_sq", *largest)
-
-    def update(self, tensors: Tensors, age: int, group: Group) -> None:
-        if tensors[1].is_sparse:
-            raise RuntimeError(
-                "Adam does not support sparse gradients, please consider SparseAdam instead"
-            )
-        self._update_contiguous(tensors, age, group)
-
-    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
-        parameters, gradients, first, second, *largest = columns
-        # Filled on the device, because a copy would make the host wait for a GPU.
-        step = torch.full((), age + 1.0, device=parameters[0].device)
-        beta1, beta2 = group["betas"]
-        steps, settings = [step] * len(parameters), {name: group[name] for name in self._of_kernel}
-        settings |= {"lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2)}
-        maximum = largest[0] if largest else []
-        kernel(parameters, gradients, first, second, maximum, steps, **settings)
-
-
-SGD_RULE, ADAM_RULE = SGDRule(), AdamRule()
-
-
-def _sgd_settings(group: Group) -> dict[str, Any]:
-    settings = {name: group[name] for name in SGDRule.settings}
-    return settings | {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
-
-
-def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
-    parameters, gradients, *momentum = columns
-    buffers = momentum[0] if momentum else []
-    first = bool(momentum) and age == 0  # a GPU's kernel warns of the flag without momentum
-    settings = _sgd_settings(group)
-    torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=first)
-
-
-@cache
-def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
-    """True if a CPU's fused SGD has the bits of its separate operations. Tried once."""
-    # The build of torch decides: its compiler may fuse a product and a sum, which rounds once.
-    if not dtype.is_floating_point or device != "cpu":
-        return False
-    numbers = torch.linspace(-1.7, 1.3, 512, dtype=dtype, device=device)
-    start = [numbers, numbers.flip(0).sin(), numbers.cos()]
-    switches = product((0.0, 0.9), (0.0, 0.3), (0.0, 0.01), (False, True), (False, True), (0, 1))
-    equal = []
-    for momentum, dampening, decay, nesterov, maximize, age in switches:
-        group = {"lr": 0.03, "momentum": momentum, "dampening": dampening}
-        group |= {"weight_decay": decay, "nesterov": nesterov, "maximize": maximize}
-        one, other = ([tensor.clone() for tensor in start[: 2 + (momentum > 0)]] for _ in range(2))
-        _fused_sgd([[tensor] for tensor in one], age, group)
-        SGD_RULE.update(other, age, group)
-        equal += [(a == b).all() for a, b in zip(one, other, strict=True)]
-    return bool(torch.stack(equal).all())
-
+from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule
 
 # Neighbours of one age in a run: the members `first` to `last - 1`, and their age (`UpdateRule`).
 Stretch: TypeAlias = tuple[int, int, int]
@@ -213,6 +46,7 @@ class FlatParams:
         group: int,
         rule: UpdateRule,
         allocate: Callable[[int, torch.Tensor], torch.Tensor],  # of a size, like another tensor
+        allocate_parameters: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> None:
         self.group, self._rule, self._allocate = group, rule, allocate
         self.parameters, self.gradients = bucket.parameters()[members], bucket.views[members]
@@ -230,10 +64,12 @@ class FlatParams:
             self._begins.append(end)
             end += parameter.numel()
         self._pieces.append(len(self.parameters))
-        self.flat = allocate(self._round_up(end), self.gradient)
-        self.places = self._windows(self.flat)
+        self.flat = allocate_parameters(self._round_up(end), self.gradient)
+        self.places = self.windows(self.flat)
+        self.own = range(self.flat.numel())  # the elements of `flat` that this rank steps
+        self._own_gradient = 0, self.gradient  # where its part of the gradient begins, and the part
         # State by key: a flat tensor, and a window for each member. Allocated when needed.
-        self._state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+        self.state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
         # Columns of a step of all members, by the names of their state.
         self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
         # The parameters stay the same objects, which the module and other optimizers hold.
@@ -250,11 +86,45 @@ class FlatParams:
     def _round_up(self, element: int) -> int:
         return -(-element // self._line) * self._line
 
-    def _windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def windows(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Returns a window of the shape of each member, of a tensor of the size of `flat`."""
+        start = flat.storage_offset()
         return [
-            flat.as_strided(gradient.shape, gradient.stride(), begin)
+            flat.as_strided(gradient.shape, gradient.stride(), start + begin)
             for gradient, begin in zip(self.gradients, self._begins, strict=True)
         ]
+
+    def own_only(self, begin: int, end: int) -> None:
+        """Limits steps and state to these elements of `flat`, which begin at cache lines."""
+        begin, end = (min(max(place, 0), self.flat.numel()) for place in (begin, end))
+        self.own = range(begin, end)
+        first = self.gradients_before(begin)
+        self._own_gradient = first, self.gradient[first : self.gradients_before(end)]
+
+    def gradients_before(self, place: int) -> int:
+        """Returns how many elements of the gradient belong to elements of `flat` before this."""
+        if place <= 0:
+            return 0
+        piece = bisect(self._pieces[:-1], place, key=self._begins.__getitem__) - 1
+        first, end = self._pieces[piece], self._pieces[piece + 1]
+        return min(self._offsets[first] + place - self._begins[first], self._offsets[end])
+
+    def _own_part(self, index: int) -> slice:
+        """Returns which elements of a member, in the order of memory, this rank steps."""
+        begin, numel = self._begins[index], self.parameters[index].numel()
+        first, last = (min(max(at - begin, 0), numel) for at in (self.own.start, self.own.stop))
+        return slice(first, last)
+
+    def copy_gradients(self, members: Sequence[int], target: torch.Tensor) -> None:
+        """Copies this rank's part of the gradients to the places of the parameters in `flat`."""
+        for index in members:
+            part, begin, offset = self._own_part(index), self._begins[index], self._offsets[index]
+            source = self.gradient[offset + part.start : offset + part.stop]
+            target[begin + part.start : begin + part.stop].copy_(source)
+
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiplies this rank's part of the gradients."""
+        self._own_gradient[1].mul_(factor)
 
     def in_place(self) -> list[int]:
         """Returns the members whose parameter and gradient are in their windows."""
@@ -278,14 +148,15 @@ class FlatParams:
         names = self._rule.state_names(group)
         ages = [1] * len(self.parameters)
         for name in names:
-            if name not in self._state:
+            if name not in self.state:
                 if name == "step":
                     steps = torch.zeros(len(self.parameters))  # on the CPU: Python reads them
-                    self._state[name] = steps, steps.unbind()
+                    self.state[name] = steps, steps.unbind()
                 else:
-                    flat = self._allocate(self.flat.numel(), self.flat)
-                    self._state[name] = flat, self._windows(flat)
-            places = self._state[name][1]
+                    flat = self._allocate(len(self.own), self.flat)
+                    whole = len(self.own) == self.flat.numel()
+                    self.state[name] = flat, self.windows(flat) if whole else self._parts(flat)
+            places = self.state[name][1]
             for index in members:
                 state, place = states[self.parameters[index]], places[index]
                 held = state.get(name)
@@ -294,11 +165,11 @@ class FlatParams:
                 if held is None:
                     place.zero_()
                     ages[index] = 0
-                else:
-                    place.copy_(held)  # from a checkpoint, or an earlier layout of the buckets
+                else:  # from a checkpoint, or an earlier layout of the buckets
+                    place.copy_(held if held.shape == place.shape else self._part_of(held, index))
                 state[name] = place
         if "step" in names:
-            ages = list(map(int, self._state["step"][0].tolist()))
+            ages = list(map(int, self.state["step"][0].tolist()))
         if len(members) == len(ages) and len(set(ages)) == 1:
             return [(0, len(ages), ages[0])]
         # Neighbours have the same distance between index and position in `members`.
@@ -306,17 +177,39 @@ class FlatParams:
         parts = [(age, [index for _, index in rows]) for (_, age), rows in stretches]
         return [(part[0], part[-1] + 1, age) for age, part in parts]
 
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts a tensor of this rank's own elements into one part for each member."""
+        parts = []
+        for index, begin in enumerate(self._begins):
+            part, shift = self._own_part(index), begin - self.own.start
+            parts.append(flat[max(part.start + shift, 0) : max(part.stop + shift, 0)])
+        return parts
+
+    def _part_of(self, held: torch.Tensor, index: int) -> torch.Tensor:
+        """Returns this rank's part of a member's state."""
+        like = self.gradients[index]
+        dense = torch.empty_strided(
+            like.shape, like.stride(), dtype=held.dtype, device=held.device
+        ).copy_(held)
+        return dense.as_strided((held.numel(),), (1,))[self._own_part(index)]
+
     def update(
         self,
         stretches: Sequence[Stretch],
         group: dict[str, Any],
-        begin: int,
-        gradient: torch.Tensor,
+        begin: int | None = None,
+        gradient: torch.Tensor | None = None,
     ) -> None:
-        """Steps the elements that begin at `begin` with this part of the gradient."""
+        """Steps the elements that begin at `begin` with this part of the gradient.
+
+        None means the elements that this rank steps.
+        """
         names = tuple(name for name in self._rule.state_names(group) if name != "step")
+        if begin is None or gradient is None:
+            begin, gradient = self._own_gradient
         for first, last, age in stretches:
-            whole = gradient is self.gradient and (first, last) == (0, len(self.parameters))
+            is_own = gradient is self._own_gradient[1]
+            whole = is_own and (first, last) == (0, len(self.parameters))
             columns = self._all_columns.get(names) if whole else None
             if columns is None:
                 columns = self._columns(first, last, names, begin, gradient)
@@ -329,8 +222,8 @@ class FlatParams:
         self, first: int, last: int, names: Sequence[str], begin: int, gradient: torch.Tensor
     ) -> list[list[torch.Tensor]]:
         """Cuts these members, their part of the gradient and their state into pieces."""
-        flats = [self.flat, *(self._state[name][0] for name in names)]
-        columns: list[list[torch.Tensor]] = [[] for _ in range(len(flats) + 1)]
+        states = [self.state[name][0] for name in names]
+        columns: list[list[torch.Tensor]] = [[] for _ in range(len(states) + 2)]
         for piece, next_piece in pairwise(self._pieces):
             if next_piece <= first or piece >= last:
                 continue
@@ -343,16 +236,18 @@ class FlatParams:
             full = self._round_up(high + shift) - shift
             if self._rule.exact_anywhere and high == self._offsets[next_piece]:
                 high = full if full <= begin + gradient.numel() else high
-            parameter, *state = (flat[low + shift : high + shift] for flat in flats)
+            at = shift - self.own.start
+            state = (flat[low + at : high + at] for flat in states)
+            parameter = self.flat[low + shift : high + shift]
             parts = parameter, gradient[low - begin : high - begin], *state
             for column, part in zip(columns, parts, strict=True):
                 column.append(part)
         return columns
 
     def count(self, stretches: Sequence[Stretch]) -> None:
-        if "step" in self._state:
+        if "step" in self.state:
             for first, last, _ in stretches:
-                self._state["step"][0][first:last].add_(1)
+                self.state["step"][0][first:last].add_(1)
 
 
 def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:

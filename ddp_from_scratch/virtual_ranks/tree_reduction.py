@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,34 +153,62 @@ class TreeReduction:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
         # Not `check_group`, because torch does not list the group that a Reducer opens beside gloo.
         group = process_group or check_group(None)
-        ranks = group.size()
-        parts = [virtual_rank_range(self._virtual_ranks, rank, ranks) for rank in range(ranks)]
+        numel, ranks = bucket.buffer().numel(), group.size()
+        chunk = -(-numel // ranks)
+        bounds = [min(rank * chunk, numel) for rank in range(ranks + 1)]
+        scattered = self.reduce_scatter(group, bucket, bounds)
+        if ranks == 1:
+            return scattered
+
+        def finish() -> torch.Tensor:
+            scattered.wait()
+            buffer = bucket.buffer()
+            into = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+            # The all-gather needs equal chunks.
+            size = into.numel() // max(numel, 1) * chunk
+            own = into[size * group.rank() : size * (group.rank() + 1)]
+            in_place = into.numel() == size * ranks and not may_be_in_flight()
+            gathered = into if in_place else into.new_empty(size * ranks)
+            mine = own if in_place else pad(own, (0, size - own.numel()))
+            wait(all_gather_single(gathered, mine, group=group, async_op=True))
+            if not in_place:
+                into.copy_(gathered[: into.numel()])
+            return buffer
+
+        return Later(finish)
+
+    def reduce_scatter(
+        self, group: dist.ProcessGroup, bucket: Bucket, bounds: Sequence[int]
+    ) -> Future:
+        """Averages only this rank's part of the bucket; rank r's begins at `bounds[r]`."""
+        ranks, rank = group.size(), group.rank()
+        parts = [virtual_rank_range(self._virtual_ranks, other, ranks) for other in range(ranks)]
         blocks = [aligned_blocks(part) for part in parts]
-        rows = self._rows(bucket, parts[group.rank()].start)
+        rows = self._rows(bucket, parts[rank].start)
         if ranks == 1:
             return Later(partial(self._fold, blocks[0], rows))
-        into = rows[0]
-        if padding := -into.numel() % ranks:  # the all-gather needs equal chunks
-            rows = [pad(row, (0, padding)) for row in rows]
-        chunk = rows[0].numel() // ranks
+        width = rows[0].numel() // max(bucket.buffer().numel(), 1)  # 2 for complex numbers
+        begins = [width * begin for begin in bounds]
+        sizes = [end - begin for begin, end in pairwise(begins)]
         # By owner, then in the order of virtual ranks. A single row already has this order.
-        sent = torch.stack([row.view(ranks, chunk) for row in rows], 1) if rows[1:] else rows[0]
-        received = sent.new_empty(sum(map(len, blocks)), chunk)
-        splits = [len(part) * chunk for part in blocks], [len(rows) * chunk] * ranks
-        to, flat = received.view(-1), sent.view(-1)
-        work = of_member(dist.all_to_all_single(to, flat, *splits, group=group, async_op=True))
+        cut = [row[begin:end] for begin, end in pairwise(begins) for row in rows]
+        sent = torch.cat(cut) if rows[1:] else rows[0]
+        received = sent.new_empty(sum(map(len, blocks)), sizes[rank])
+        splits = [len(part) * sizes[rank] for part in blocks], [len(rows) * n for n in sizes]
+        flat = received.view(-1)
+        work = of_member(dist.all_to_all_single(flat, sent, *splits, group=group, async_op=True))
 
         def finish() -> torch.Tensor:
             wait(work)
             own = self._fold([*chain.from_iterable(blocks)], received.unbind())
-            in_place = into.numel() == chunk * ranks and not may_be_in_flight()
-            gathered = into if in_place else own.new_empty(chunk * ranks)
-            wait(all_gather_single(gathered, own, group=group, async_op=True))
-            if not in_place:
-                into.copy_(gathered[: into.numel()])
+            rows[0][begins[rank] : begins[rank + 1]] = own
             return bucket.buffer()
 
         return Later(finish)
+
+    # The hook starts a second collective in `wait`. Still all ranks issue the same order: buckets
+    # are launched by index, and waited for by index after the last launch.
+    average.one_collective = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _fold(self, blocks: Sequence[Block], rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -193,10 +221,6 @@ class TreeReduction:
         # Makes every zero +0.0. Where gradients are missing, its sign would depend on which rank
         # runs which virtual rank. No other value depends on that sign.
         return root[0].add_(0.0)
-
-    # The hook starts a second collective in `wait`. Still all ranks issue the same order: buckets
-    # are launched by index, and waited for by index after the last launch.
-    average.one_collective = True  # type: ignore[attr-defined]
 
     def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
         """Returns partial sums of the bucket, flat and real. The first is the bucket itself."""

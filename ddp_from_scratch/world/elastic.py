@@ -340,7 +340,8 @@ def elastic(
     Args:
         world: that of `process_group("gloo")`; else a UsageError.
         reducer: one with `virtual_ranks`, so that no sample is lost or seen twice.
-        optimizer: steps once in each attempt, at its end; the second raises a RuntimeError.
+        optimizer: steps once in each attempt, at its end; the second raises a RuntimeError. With
+            shard="world" a ValueError: the state of a lost rank would be lost, too.
         others: other objects with a `state_dict` that the run needs, but no second optimizer (a
             TypeError): a step that only one of two has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
@@ -352,6 +353,11 @@ def elastic(
         raise TypeError(
             "ddp.elastic takes one optimizer, which steps once in an attempt: give it all "
             "parameters, in groups where they need settings of their own"
+        )
+    if getattr(optimizer, "shard", "none") == "world":
+        raise ValueError(
+            'with shard="world" each rank has its share of the optimizer\'s state, which is lost '
+            'with it: use shard="none"'
         )
     membership = Membership(world, reducer.virtual_rank_count, timeout)
     return ElasticRun(membership, reducer, optimizer, *others)

@@ -7,7 +7,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch import NodeSharedSGD, Reducer
+from ddp_from_scratch import SGD, Reducer
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.node import shared_memory_group
 from tests.support.machines import group_over
@@ -48,7 +48,7 @@ def test_where_nothing_is_shared(world):
     with groups_of(*[[rank] for rank in range(world.world_size)]) as groups:
         model = torch.nn.Linear(2, 2)
         reducer = Reducer(model, groups[world.rank])
-        optimizer = NodeSharedSGD(model.parameters(), lr=1.0, reducer=reducer)
+        optimizer = SGD(model.parameters(), lr=1.0, shard="node", reducer=reducer)
         before = model.bias.clone()
         optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
         assert torch.equal(model.bias, before - 1)

@@ -48,6 +48,32 @@ def over_machines(world, sizes):
     dist.destroy_process_group(group)
 
 
+def in_windows(world, sizes):
+    """A reduce-scatter and an all-gather without copies, in place too, and from other memory."""
+    n, r = world.world_size, world.rank
+    group = group_over(world, sizes)
+    for counts in ([5] * n, [0, 40_000, *[3] * (n - 2)], [CHUNK + 16] * n):
+        for make in (torch.empty, lambda numel: group.empty(numel, torch.float32)):
+            for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                whole = make(sum(counts)).copy_(torch.arange(sum(counts)) % 97 + r)
+                parts = list(whole.split(counts))
+                terms = sum(torch.arange(sum(counts)) % 97 + rank for rank in range(n))
+                expected = (terms / (n if op == dist.ReduceOp.AVG else 1)).split(counts)[r]
+                output = torch.empty(counts[r])
+                dist.reduce_scatter(output, parts, op, group=group)
+                assert torch.equal(output, expected), (counts, op)
+                dist.reduce_scatter(parts[r], parts, op, group=group)
+                assert torch.equal(parts[r], expected), (counts, op)
+        for make in (torch.empty, lambda numel: group.empty(numel, torch.float32)):
+            output = make(n * counts[-1])
+            own = output[r * counts[-1] : (r + 1) * counts[-1]]
+            for tensor in (torch.full((counts[-1],), r + 1.0), own.fill_(r + 7.0)):
+                expected = [torch.full((counts[-1],), float(tensor[0]) - r + k) for k in range(n)]
+                dist.all_gather_into_tensor(output, tensor, group=group)
+                assert torch.equal(output, torch.cat(expected))
+    dist.destroy_process_group(group)
+
+
 def asleep(seconds, sleep=time.sleep):
     sleep(max(seconds, 0.7))
 
@@ -106,6 +132,7 @@ CALLED = {
     over_machines: [(2, 1), (2, 2), (1, 1)],
     failures_over_machines: [(2, 1), (1, 1)],
     sixteen_bits: [(2, 1), (1, 1, 1), (1, 2)],
+    in_windows: [(2, 2), (1, 2), (1, 1), (4,)],
 }
 CASES = [(called, "node", every[0]) for called, every in CALLED.items()]
 for called, every in CALLED.items():

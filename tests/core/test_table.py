@@ -251,8 +251,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gloo alone": {"shared_memory": False, "bucket_cap_mb": 40 * BYTES},
     "flat": {"flat": True, "gradient_as_bucket_view": True},
     "flat, in one": {"flat": True, "bucket_cap_mb": 40 * BYTES},
-    "node shared": {"flat": True, "node_shared": True, "bucket_cap_mb": 40 * BYTES},
-    "node shared, in one": {"flat": True, "node_shared": True},
+    "divided on a node": {"flat": True, "shard": "node", "bucket_cap_mb": 40 * BYTES},
+    "divided on a node, in one": {"flat": True, "shard": "node"},
+    "divided": {"flat": True, "shard": "world", "bucket_cap_mb": 40 * BYTES},
+    "divided, in one": {"flat": True, "shard": "world"},
 }
 BACKENDS = ["gloo-2", "mpi-2", "gloo-3", "node-3"]
 
@@ -273,11 +275,11 @@ def with_option(name: str, option: str) -> Case:
 
 
 def fits(name: str, option: str) -> bool:
-    """Whether one copy of the parameters, of which each rank steps a part, is enough."""
+    """Whether the ranks can divide the step."""
     case = with_option(name, option)
     movable = all(p.dtype in ("float32", "float64") and p.kind != "holes" for p in case.parameters)
     same = case.writes is None and steps_with_averages(case.operations)
-    return not case.node_shared or (movable and same)
+    return case.shard == "none" or (movable and same)
 
 
 @pytest.mark.parametrize(

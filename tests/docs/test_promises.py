@@ -191,7 +191,7 @@ def test_phrases_that_have_a_better_word():
 
 # The ratios of README.md and docs/how-to/gpu.md are those of the files in benchmarks/results.
 ON_CPU = "torch DDP on node, views|Reducer on gloo, views|ddp.SGD on gloo|" + (
-    "NodeSharedSGD on gloo, fuse_wgrad"
+    "ddp.SGD on gloo, shard=node, fuse_wgrad"
 )
 ON_GPU = "Reducer on nccl, views|ddp.SGD on nccl|ddp.SGD on nccl, one flat bucket|no communication"
 ROWS = [

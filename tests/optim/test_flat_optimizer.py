@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch import SGD, Adam, AdamW, NodeSharedAdam, Reducer
+from ddp_from_scratch import SGD, Adam, AdamW, Reducer
 from ddp_from_scratch.core.bucket import BucketState
-from ddp_from_scratch.optim.flat_params import AdamRule, FlatParams, SGDRule
+from ddp_from_scratch.optim.flat_params import FlatParams
+from ddp_from_scratch.optim.update_rules import AdamRule, SGDRule
 from tests.support.on_ranks import on
 from tests.support.terms import torchs
 from tests.support.tiers import slow
@@ -400,9 +401,9 @@ def test_wrong_settings_are_refused():
 
 def test_adam_refuses_complex_parameters_at_once_and_later():
     real, complex_ = nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.complex64)
-    for kind in (Adam, NodeSharedAdam):
-        with pytest.raises(ValueError, match=r"Adam\w* takes no complex parameters, got one of "):
-            kind(complex_.parameters(), reducer=Reducer(complex_))
+    for shard in ("none", "world"):
+        with pytest.raises(ValueError, match=r"Adam takes no complex parameters, got one of "):
+            Adam(complex_.parameters(), reducer=Reducer(complex_), shard=shard)
     optimizer = Adam(real.parameters(), reducer=Reducer(real))
     with pytest.raises(ValueError, match="Adam takes no complex parameters"):
         optimizer.add_param_group({"params": complex_.parameters()})

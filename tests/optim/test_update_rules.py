@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_from_scratch.optim.flat_params import ADAM_RULE, CACHE_LINE, SGD_RULE, has_exact_kernel
+from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, has_exact_kernel
 from tests.support.terms import torchs
 from tests.support.tiers import slow
 

@@ -186,7 +186,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         and (kind == "unused" or (kind == "static" and regular))
         and not any(isinstance(op, Freeze | Join) for op in operations)
     )
-    same = flat and shared_memory and regular and writes is None and "bfloat16" not in dtypes
+    same = flat and regular and writes is None and "bfloat16" not in dtypes
+    can_divide = same and steps_with_averages(operations)
     switches = ("gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers")
     return Case(
         world_size=world_size,
@@ -205,7 +206,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         batch_norm=batch_norm,
         optimizer=one_of("SGD", "SGD", "AdamW"),
         flat=flat,
-        node_shared=same and steps_with_averages(operations) and draw(st.booleans()),
+        shard=one_of("none", *["world", *["node"] * shared_memory] * can_divide),
         shared_memory=shared_memory,
         halves=halves and draw(st.booleans()),
         momentum=one_of(0.0, 0.0, 0.9),
@@ -283,8 +284,12 @@ def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
 
 def gpu_cases(world_size: int) -> Any:
     """Without what is refused on a GPU, and without ranks that do not meet: a launch waits here."""
-    only_on_cpu = dict.fromkeys(("fuse_wgrad", "node_shared", "divided"), False)
-    return cases(world_size).map(lambda case: replace(case, **only_on_cpu))
+
+    def on_gpu(case: Case) -> Case:
+        shard = "world" if case.shard == "node" else case.shard
+        return replace(case, fuse_wgrad=False, divided=False, shard=shard)
+
+    return cases(world_size).map(on_gpu)
 
 
 def run(

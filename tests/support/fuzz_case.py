@@ -148,7 +148,7 @@ class Case:
     optimizer: str = "SGD"
     flat: bool = False  # an optimizer of this library
     fuse_wgrad: bool = False  # layers are `nn.Linear` and `nn.Embedding` in turn
-    node_shared: bool = False
+    shard: str = "none"  # of a flat optimizer
     shared_memory: bool = True
     halves: bool = False  # two Reducers, each for every other parameter
     large: bool = False  # small gradients are treated as large ones
@@ -490,9 +490,10 @@ class Ours(Player):
     def make_optimizer(self) -> Any:
         if not self.case.flat:
             return super().make_optimizer()
-        kind = getattr(ddp, "NodeShared" * self.case.node_shared + self.case.optimizer)
-        settings = self.case.optimizer_settings
-        return kind(self.parameters, reducer=self.reducers[-1], **settings)
+        settings = self.case.optimizer_settings | {"shard": self.case.shard}
+        return getattr(ddp, self.case.optimizer)(
+            self.parameters, reducer=self.reducers[-1], **settings
+        )
 
     @contextmanager
     def no_sync(self) -> Any:

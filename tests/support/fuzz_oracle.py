@@ -138,7 +138,7 @@ class Oracle:
                     return expected
                 expected = self._play(number, Step())
                 tables = [i for i, p in enumerate(case.parameters) if p.kind == "table"]
-                for player in self._players if case.node_shared else []:
+                for player in self._players if case.shard != "none" else []:
                     for index, p in enumerate(player.parameters):
                         p.grad = p.grad if index in tables else None  # they are averaged nowhere
                 return expected

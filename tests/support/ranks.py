@@ -147,7 +147,7 @@ class Crew:
 
 @cache
 def fork_server() -> ForkServer:
-    ours = ("world", "optim.node_shared", "torch_ddp.wrapper")
+    ours = ("world", "optim.flat_optimizer", "torch_ddp.wrapper")
     server = ForkServer([*(f"ddp_from_scratch.{module}" for module in ours), OPTIMIZERS])
     atexit.register(server.kill)
     return server

@@ -140,7 +140,7 @@ def test_refusals(world):
     parameters, first = reducer.module.parameters(), reducer.virtual_rank_range[0]
     torchs = norms(nn.SyncBatchNorm.convert_sync_batchnorm)
     weight = "cannot be used with weight() or join()"
-    node = "virtual_ranks=V has a sum of its own and cannot be used with NodeSharedSGD"
+    node = 'virtual_ranks=V has a sum of its own and cannot be used with SGD(shard="node")'
     own = "needs the Reducer's process group"
     fused = "fuse_wgrad cannot be used with virtual_ranks=V and synchronised batch norm"
     for call, text in (
@@ -149,7 +149,7 @@ def test_refusals(world):
         (lambda: make(virtual_ranks=1), "2 ranks need at least as many virtual ranks, got 1"),
         (lambda: make(nn.Embedding(3, 2, sparse=True)), "sparse gradients cannot be"),
         (lambda: make(bucket_cap_mb="auto"), 'bucket_cap_mb="auto" cannot be used'),
-        (lambda: ddp.NodeSharedSGD(parameters, 1, reducer=reducer), node),
+        (lambda: ddp.SGD(parameters, 1, reducer=reducer, shard="node"), node),
         (lambda: reducer.weight(1), weight),
         (joined, weight),
         (hooked, "cannot be used with a comm"),

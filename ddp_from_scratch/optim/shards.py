@@ -1,0 +1,349 @@
+r"""Which part of a step each rank does: all of it, or a share whose results all ranks get.
+
+    gradients    rank 0   |  a0  |  b0  |        rank 1   |  a1  |  b1  |
+                             \______\__________________/______/
+    parameters            |  a - lr (a0 + a1) / 2  |  b - lr (b0 + b1) / 2  |
+                             rank 0's share           rank 1's share
+
+- "none": every rank steps everything.
+- "node": a machine's ranks have one copy of parameters and state, and each steps its share of it. A
+  chunk of the average exists only in the cache of the rank that steps with it. With several
+  machines, the ranks with the same share on each machine average it.
+- "world": every rank has all parameters, but only its share of the state. Gradients are
+  reduce-scattered, each rank steps its share, and the parameters are all-gathered.
+"""
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.common.group import all_gather_single, of_member, wait
+from ddp_from_scratch.common.memory import in_huge_pages, same_memory, zeros
+from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
+from ddp_from_scratch.core.comm_hooks import OnGPU
+from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
+from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
+from ddp_from_scratch.options.comm_hooks import Later, keep_local
+from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.sync.check_sync import check_sync
+
+# The runs of a bucket, one behind the other.
+Runs: TypeAlias = Sequence[FlatParams]
+Allocate: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
+States: TypeAlias = Mapping[torch.Tensor, dict[str, Any]]
+
+# Elements. Shares are multiples of it, and the norm of gradients is summed block by block. So the
+# norm has the same bits for any number of ranks.
+BLOCK = 1024
+
+
+class NoShards:
+    """Every rank has all parameters and state, and steps all of them."""
+
+    cuts = False  # True if a chunk of a run's gradient may begin at any cache line of it
+
+    def __init__(self, name: str, reducer: Reducer | None, rule: UpdateRule) -> None:
+        self._name, self._reducer, self._rule = name, reducer, rule
+
+    def before_arranging(self) -> None: ...
+    def places(self, bucket: Bucket) -> Allocate:
+        """Returns a function that makes memory for the parameters of each run, in order."""
+        return self.allocate
+
+    def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """Makes memory for state."""
+        return in_huge_pages(like.new_empty(numel))
+
+    def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None: ...
+    def averaging(self, clips: bool) -> AbstractContextManager[Any]:
+        """A context for the backward pass of `backward_and_step`."""
+        return nullcontext()
+
+    def members(self, run: FlatParams) -> list[int]:
+        """Returns the members that a flat call can step."""
+        return run.in_place()
+
+    def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
+        run.update(stretches, group)
+
+    def end_step(self, buckets: Sequence[Bucket]) -> None: ...
+    def whole_state(self, runs: Runs, states: States) -> dict[torch.Tensor, dict[str, Any]]:
+        """Returns the state of which a rank has only its share, by parameter. Collective."""
+        return {}
+
+    def sum_of_squares(self, runs: Sequence[Runs]) -> torch.Tensor:
+        """Returns the sum of the squares of all gradients in these runs, of a bucket each."""
+        rows = [self._squares(of_bucket) for of_bucket in runs]
+        return torch.cat(rows).sum() if rows else torch.zeros((), dtype=torch.float64)
+
+    def _squares(self, runs: Runs) -> torch.Tensor:
+        """Returns the sum of squares of each block of a bucket; 0 where another rank has it."""
+        numel = sum(run.flat.numel() for run in runs)
+        padded = runs[0].flat.new_zeros(-(-numel // BLOCK) * BLOCK)
+        for run, begin in _placed(runs):
+            run.copy_gradients(self.members(run), padded[begin : begin + run.flat.numel()])
+        if padded.is_complex():
+            padded = torch.view_as_real(padded)
+        return padded.view(len(padded) // BLOCK, -1).double().square().sum(1)
+
+
+class Shards(NoShards):
+    """Each rank steps a share. After `backward_and_step` no rank has the averages."""
+
+    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule) -> None:
+        super().__init__(name, reducer, rule)
+        self._of, self._checked = reducer, False
+        self._group = reducer.sender.group()
+        shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
+        for bucket in self._buckets:
+            for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
+                if id(parameter) in shared or not can_move(parameter, view):
+                    one = f"shape {tuple(parameter.shape)}, {parameter.dtype}"
+                    raise ValueError(
+                        f"{name} needs parameters in memory of their own, of float32 or float64 "
+                        f"on a CPU: it cannot move one of {one}"
+                    )
+
+    @property
+    def _buckets(self) -> Sequence[Bucket]:
+        return self._of.flat_buckets
+
+    def _ours(self) -> set[int]:
+        return {id(parameter) for bucket in self._buckets for parameter in bucket.parameters()}
+
+    def before_arranging(self) -> None:
+        if not self._checked:
+            # The ranks' parameters become one copy, which would hide a difference.
+            module, ours = self._of.module, self._ours()
+            others = [n for n, p in module.named_parameters() if id(p) not in ours]
+            check_sync(module, self._of.process_group, ignore=others)
+            self._checked = True
+
+    def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None:
+        # Gradients in `.grad` may be local, so no parameter may be stepped alone.
+        ours = self._ours()
+        for parameter in alone:
+            if id(parameter) in ours:
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} cannot be moved any longer: "
+                    f"its .data was replaced after {self._name} was made"
+                )
+
+    def members(self, run: FlatParams) -> list[int]:
+        """Returns the members that have gradients, after copying these into their buckets."""
+        if self._of.joining:
+            raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
+        members = run.in_place()
+        if len(members) == len(run.parameters):
+            return members
+        members.clear()
+        for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
+            if not same_memory(parameter, place):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not where {self._name} put "
+                    f"it: its .data was replaced after the first step"
+                )
+            if parameter.grad is not None:
+                # The buckets were rebuilt, or the program has set another `.grad`.
+                if not same_memory(parameter.grad, run.gradients[index]):
+                    run.gradients[index].copy_(parameter.grad)
+                members.append(index)
+        return members
+
+
+class NodeShards(Shards):
+    """A machine's ranks have one copy of parameters and state."""
+
+    cuts = True
+
+    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule) -> None:
+        super().__init__(name, reducer, rule)
+        reducer.check_free(name)
+        group = self._group
+        if not isinstance(group, SharedMemoryGroup):
+            raise ValueError(
+                f"{name} needs ranks that share memory: a process group of the mpi backend, or of "
+                f"gloo with several ranks on a machine and a Reducer with shared_memory=True"
+            )
+        if not all(group.is_shared(bucket.buffer()) for bucket in self._buckets):
+            raise ValueError(
+                f"{name} needs gradients in memory that the machine's ranks share, and there was "
+                f"none: the Reducer's warning says why, or its module is a copy of a wrapped one, "
+                f'to be wrapped itself; shard="world" does without'
+            )
+        self._shared = group
+        self._moved = False  # tensors have moved, and the end of a step frees their old memory
+
+    def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
+        self._moved = True
+        return self._shared.empty(numel, like.dtype, for_all=True)
+
+    def averaging(self, clips: bool) -> AbstractContextManager[Any]:
+        # The ranks read each other's local gradients from shared memory, so buckets send nothing.
+        return nullcontext() if clips else self._of.averaging_with(keep_local)
+
+    def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
+        if not run.gradient.numel():
+            return
+        # The ranks compare this text, because each steps its share for all.
+        values = {name: group[name] for name in self._rule.settings if group[name]}
+        # A tensor would be printed with only four digits.
+        exact = {k: v.item() if torch.is_tensor(v) else v for k, v in values.items()}
+        settings = ", ".join(f"{name}={value}" for name, value in exact.items())
+        text = f"step with {settings} of parts {zlib.crc32(repr(stretches).encode()):08x}"
+        receive = partial(run.update, stretches, group)
+        # In `step` the gradients are averages already, and averaging equal values keeps them.
+        self._shared.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
+
+    def end_step(self, buckets: Sequence[Bucket]) -> None:
+        # After this barrier all parameters are written, and no rank reads another's gradients.
+        end = self._shared.free_unused if self._moved else self._shared.barrier().wait
+        self._moved = False
+        end()
+
+
+class WorldShards(Shards):
+    """Every rank has all parameters, and its share of the state.
+
+        gradients   |<- fc2.bias ->|<------ fc2.weight ------>|
+        parameters  |<- fc2.bias ->|  |<------ fc2.weight ------>|        |
+        shares      | rank 0             | rank 1             | rank 2    |
+
+    The shares of a bucket's parameters are equal, for one all-gather. They begin at cache lines, so
+    the parts of its gradients, which have no gaps, may differ in size.
+    """
+
+    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule) -> None:
+        super().__init__(name, reducer, rule)
+        self._rank, self._size = self._group.rank(), self._group.size()
+        # By bucket: its parameters, and where the part of each rank begins in its gradients.
+        self._flats: dict[Bucket, torch.Tensor] = {}
+        self._bounds: dict[Bucket, list[int]] = {}
+
+    def _share(self, numel: int) -> int:
+        """Returns the size of each share of so many elements."""
+        return -(-numel // (BLOCK * self._size)) * BLOCK
+
+    def places(self, bucket: Bucket) -> Allocate:
+        like = bucket.buffer()
+        line = CACHE_LINE // like.itemsize
+        numel = sum(-(-parameter.numel() // line) * line for parameter in bucket.parameters())
+        memory = self._group if isinstance(self._group, SharedMemoryGroup) else None
+        flat = zeros(self._share(numel) * self._size, like.dtype, like.device, memory)
+        self._flats[bucket], begin = flat, 0
+
+        def next_place(numel: int, like: torch.Tensor) -> torch.Tensor:
+            nonlocal begin
+            begin += numel
+            return flat[begin - numel : begin]
+
+        return next_place
+
+    def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None:
+        super().arranged(runs, alone)
+        self._flats = {bucket: self._flats[bucket] for bucket in runs}
+        for bucket, of_bucket in runs.items():
+            share, placed = self._flats[bucket].numel() // self._size, _placed(of_bucket)
+            self._bounds[bucket] = [
+                sum(run.gradients_before(rank * share - begin) for run, begin in placed)
+                for rank in range(self._size + 1)
+            ]
+            for run, begin in placed:
+                run.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
+
+    def averaging(self, clips: bool) -> AbstractContextManager[Any]:
+        return self._of.averaging_with(self._make_hook(self._of.tree_reduction))
+
+    def _make_hook(self, tree: Any) -> CommHook:
+        """Returns a comm hook that averages only this rank's part of each bucket."""
+
+        def reduce_scatter(state: Any, bucket: Bucket) -> Future:
+            group, buffer, bounds = self._group, bucket.buffer(), self._bounds[bucket]
+            if tree is not None:
+                found: Future = tree.reduce_scatter(group, bucket, bounds)
+                return found
+            real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+            width = real.numel() // buffer.numel()
+            parts = [real[begin * width : end * width] for begin, end in pairwise(bounds)]
+            own = parts[self._rank]
+            if isinstance(group, SharedMemoryGroup) or not buffer.is_cpu:
+                work = of_member(dist.reduce_scatter(own, parts, group=group, async_op=True))
+                return Later(lambda: _after(work, buffer)) if buffer.is_cpu else OnGPU(work, buffer)
+            # gloo's reduce-scatter is an all-reduce, which sends twice as much.
+            received = own.new_empty(self._size, own.numel())
+            to, splits = [part.numel() for part in parts], [own.numel()] * self._size
+            flat, call = received.view(-1), dist.all_to_all_single
+            work = of_member(call(flat, real, splits, to, group=group, async_op=True))
+
+            def add() -> torch.Tensor:
+                wait(work)
+                own.copy_(received[0])
+                for other in received[1:]:
+                    own.add_(other)
+                return buffer
+
+            return Later(add)
+
+        vars(reduce_scatter).update(one_collective=True, takes_divided=tree is None)
+        return reduce_scatter
+
+    def end_step(self, buckets: Sequence[Bucket]) -> None:
+        works = [self._gather(self._flats[bucket]) for bucket in buckets]
+        for work in works:
+            wait(work)
+
+    def _gather(self, flat: torch.Tensor) -> dist.Work | None:
+        """Starts to send this rank's share of a flat tensor to all ranks, and theirs to it."""
+        share = len(flat) // self._size
+        own = flat[self._rank * share : (self._rank + 1) * share]
+        return all_gather_single(flat, own, group=self._group, async_op=True)
+
+    def whole_state(self, runs: Runs, states: States) -> dict[torch.Tensor, dict[str, Any]]:
+        share = self._share(sum(run.flat.numel() for run in runs))
+        found: dict[torch.Tensor, dict[str, Any]] = {}
+        for name in dict.fromkeys(name for run in runs for name in run.state if name != "step"):
+            flat = runs[0].flat.new_zeros(share * self._size)
+            for run, begin in _placed(runs):
+                if name in run.state:
+                    own = begin + run.own.start
+                    flat[own : own + len(run.own)] = run.state[name][0]
+            wait(self._gather(flat))
+            for run, begin in _placed(runs):
+                if name in run.state:
+                    windows = run.windows(flat[begin : begin + run.flat.numel()])
+                    places = run.state[name][1]
+                    for parameter, place, window in zip(
+                        run.parameters, places, windows, strict=True
+                    ):
+                        # Otherwise it has no state yet, or one that was loaded, which is whole.
+                        if states.get(parameter, {}).get(name) is place:
+                            found.setdefault(parameter, {})[name] = window
+        return found
+
+    def sum_of_squares(self, runs: Sequence[Runs]) -> torch.Tensor:
+        rows = [self._squares(of_bucket) for of_bucket in runs]
+        sums = torch.cat(rows)
+        # Each block is one rank's, and 0 on the others, so the order of the sum does not matter.
+        wait(dist.all_reduce(sums, group=self._group, async_op=True))
+        return sums.sum()
+
+
+def _placed(runs: Runs) -> list[tuple[FlatParams, int]]:
+    """Returns each run, and where it begins among the parameters of its bucket."""
+    begins = accumulate((run.flat.numel() for run in runs), initial=0)
+    return list(zip(runs, begins, strict=False))
+
+
+def _after(work: dist.Work, value: torch.Tensor) -> torch.Tensor:
+    wait(work)
+    return value
+
+
+SHARDS: dict[str, type[NoShards]] = {"none": NoShards, "node": NodeShards, "world": WorldShards}

@@ -1,0 +1,183 @@
+"""The arithmetic of torch's optimizers, on single parameters and on flat tensors.
+
+The rules step flat tensors with torch's fused kernels and bits. A kernel's threads split a tensor
+at cache lines, so a cut there does not change the bits. Only the last elements, which do not fill a
+vector, may be rounded differently.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from typing import Any, Protocol
+
+import torch
+from torch.optim.sgd import sgd
+
+from ddp_from_scratch.common.memory import dense_strides
+
+# In bytes. A multiple of the vector size of every CPU that torch has kernels for.
+CACHE_LINE = 64
+
+Group = dict[str, Any]
+# A parameter, its gradient, and its state in the order of `state_names`, without "step".
+Tensors = Sequence[torch.Tensor]
+Columns = Sequence[list[torch.Tensor]]  # the same, for several parameters
+
+
+class UpdateRule(Protocol):
+    """The arithmetic of one of torch's optimizers.
+
+    `state_names` are the keys of a parameter's state; all but "step" have the parameter's shape.
+    `update` steps a parameter and its state, and keeps the gradient. `update_flat` steps contiguous
+    parts, which begin at cache lines unless the rule is exact anywhere. `age` is a state's number
+    of earlier steps. Without a "step" that counts them it is 0 or 1.
+    """
+
+    settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
+    fused: bool | None  # torch's class has the same bits with this `fused`
+    takes_complex: bool
+    exact_anywhere: bool  # an element's bits do not depend on its position in a tensor
+
+    def state_names(self, group: Group) -> tuple[str, ...]: ...
+    def update(self, tensors: Tensors, age: int, group: Group) -> None: ...
+    def update_flat(self, columns: Columns, age: int, group: Group) -> None: ...
+
+    def _update_contiguous(self, tensors: Tensors, age: int, group: Group) -> None:
+        strides = dense_strides(tensors[0])  # the kernel ignores strides
+        in_order = all(tensor.stride() == strides for tensor in tensors)
+        dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
+        self.update_flat([[tensor] for tensor in dense], age, group)
+        for tensor, stepped in zip(tensors, dense, strict=True):
+            if stepped is not tensor:
+                tensor.copy_(stepped)
+
+    def step(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Group
+    ) -> None:
+        """Steps one parameter. Like torch, it allocates the state in the first step."""
+        names = self.state_names(group)
+        age = int(all(state.get(name) is not None for name in names))
+        like = gradient if gradient.is_sparse else parameter
+        for name in names:
+            if state.get(name) is None:
+                state[name] = torch.tensor(0.0) if name == "step" else torch.zeros_like(like)
+        if "step" in names:
+            age = int(state["step"])
+        values = (state[name] for name in names if name != "step")
+        self.update([parameter, gradient, *values], age, group)
+        if "step" in names:
+            state["step"] += 1
+
+
+class SGDRule(UpdateRule):
+    """torch.optim.SGD: on a GPU with the bits of `fused=True`, on a CPU of the other forms.
+
+    On a CPU, torch's `fused=True` differs from them only in the momentum of a parameter's last
+    elements (at most 7 in float32, 3 in float64), which it rounds once less. Here the operations of
+    `foreach=False` step these elements, and the fused kernel steps all others.
+    """
+
+    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    fused = None
+    takes_complex = True
+    exact_anywhere = True
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def update(self, tensors: Tensors, age: int, group: Group) -> None:
+        parameter, gradient, *state = tensors
+        if parameter.is_cuda and parameter.is_floating_point() and not gradient.is_sparse:
+            self._update_contiguous(tensors, age, group)
+            return
+        momentum = [state[0] if state and age else None]
+        sgd([parameter], [gradient], momentum, foreach=False, fused=False, **_sgd_settings(group))
+        if age == 0 and momentum[0] is not None:
+            state[0].copy_(momentum[0])
+
+    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
+        # The fused kernel steps the whole cache lines of each part, and `update` the rest.
+        first = columns[0][0]
+        rest = list(columns)
+        if first.is_cuda and first.is_floating_point():
+            _fused_sgd(columns, age, group)
+            return
+        if has_exact_kernel(first.dtype, first.device.type):
+            line = CACHE_LINE // first.itemsize
+            over = [(k, n) for k, part in enumerate(columns[0]) if (n := part.numel() % line)]
+            rest = [[column[k][-n:] for k, n in over] for column in columns]
+            whole = [list(column) for column in columns]
+            for column in whole:
+                for k, n in over:
+                    column[k] = column[k][:-n]
+            _fused_sgd(whole, age, group)
+        for tensors in zip(*rest, strict=True):
+            self.update(tensors, age, group)
+
+
+class AdamRule(UpdateRule):
+    """torch.optim.Adam and AdamW with the bits of `fused=True`."""
+
+    _of_kernel = ("eps", "weight_decay", "amsgrad", "maximize")
+    settings = ("lr", "betas", *_of_kernel, "decoupled_weight_decay")
+    fused = True
+    takes_complex = False  # torch's fused kernel has none
+    exact_anywhere = False
+
+    def state_names(self, group: Group) -> tuple[str, ...]:
+        largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
+        return ("step", "exp_avg", "exp_avg_sq", *largest)
+
+    def update(self, tensors: Tensors, age: int, group: Group) -> None:
+        if tensors[1].is_sparse:
+            raise RuntimeError(
+                "Adam does not support sparse gradients, please consider SparseAdam instead"
+            )
+        self._update_contiguous(tensors, age, group)
+
+    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
+        kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
+        parameters, gradients, first, second, *largest = columns
+        # Filled on the device, because a copy would make the host wait for a GPU.
+        step = torch.full((), age + 1.0, device=parameters[0].device)
+        beta1, beta2 = group["betas"]
+        steps, settings = [step] * len(parameters), {name: group[name] for name in self._of_kernel}
+        settings |= {"lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2)}
+        maximum = largest[0] if largest else []
+        kernel(parameters, gradients, first, second, maximum, steps, **settings)
+
+
+SGD_RULE, ADAM_RULE = SGDRule(), AdamRule()
+
+
+def _sgd_settings(group: Group) -> dict[str, Any]:
+    settings = {name: group[name] for name in SGDRule.settings}
+    return settings | {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
+
+
+def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
+    parameters, gradients, *momentum = columns
+    buffers = momentum[0] if momentum else []
+    first = bool(momentum) and age == 0  # a GPU's kernel warns of the flag without momentum
+    settings = _sgd_settings(group)
+    torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=first)
+
+
+@cache
+def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
+    """True if a CPU's fused SGD has the bits of its separate operations. Tried once."""
+    # The build of torch decides: its compiler may fuse a product and a sum, which rounds once.
+    if not dtype.is_floating_point or device != "cpu":
+        return False
+    numbers = torch.linspace(-1.7, 1.3, 512, dtype=dtype, device=device)
+    start = [numbers, numbers.flip(0).sin(), numbers.cos()]
+    switches = product((0.0, 0.9), (0.0, 0.3), (0.0, 0.01), (False, True), (False, True), (0, 1))
+    equal = []
+    for momentum, dampening, decay, nesterov, maximize, age in switches:
+        group = {"lr": 0.03, "momentum": momentum, "dampening": dampening}
+        group |= {"weight_decay": decay, "nesterov": nesterov, "maximize": maximize}
+        one, other = ([tensor.clone() for tensor in start[: 2 + (momentum > 0)]] for _ in range(2))
+        _fused_sgd([[tensor] for tensor in one], age, group)
+        SGD_RULE.update(other, age, group)
+        equal += [(a == b).all() for a, b in zip(one, other, strict=True)]
+    return bool(torch.stack(equal).all())

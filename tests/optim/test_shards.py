@@ -1,0 +1,410 @@
+"""Steps that the ranks divide: the same numbers, and only a share of the work and the state."""
+
+import copy
+import os
+import warnings
+from datetime import timedelta
+from functools import partial
+from itertools import chain
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ddp_from_scratch as ddp
+from ddp_from_scratch.backend import stage
+from ddp_from_scratch.common.errors import NoSharedMemory
+from ddp_from_scratch.node import shared_memory_group
+from tests.support.on_ranks import on
+from tests.support.tiers import slow
+
+BOTH = (("SGD", {"lr": 0.01, "momentum": 0.9}), ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}))
+each_kind = pytest.mark.parametrize(("kind", "settings"), BOTH, ids=["SGD", "AdamW"])
+gloo_and_mpi = pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
+
+
+each_shard = pytest.mark.parametrize("shard", ["node", "world"])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(5, 70_001)
+        self.narrow = nn.Linear(70_001, 3)
+        self.first = nn.Linear(3, 3, dtype=torch.float64)
+        self.other = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x, branch=False):
+        x = self.narrow(self.wide(self.conv(x).mean((2, 3))).relu()).double()
+        return (self.other if branch else self.first)(x)
+
+
+def made(optimizer_class, settings, **reducer_settings):
+    torch.manual_seed(0)
+    model = Net()
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True, **reducer_settings)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+    ]
+    return model, reducer, optimizer_class(groups, **settings, reducer=reducer)
+
+
+def loss_of(model, world, step, branch=False):
+    torch.manual_seed(100 * step + world.rank)
+    return model(torch.randn(4, 3, 8, 8), branch).tanh().mean()
+
+
+def one_copy(world, kind, settings):
+    model, _, optimizer = made(partial(getattr(ddp, kind), shard="node"), settings)
+    loss = loss_of(model, world, 0) + loss_of(model, world, 0, branch=True)
+    optimizer.backward_and_step(loss)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    state = dict(optimizer.state[model.wide.weight])
+    state.pop("step", None)  # each rank's own
+    for value, tensor in enumerate((model.wide.weight, *state.values()), 7):
+        dist.barrier()
+        if world.rank == world.world_size - 1:
+            torch.nn.init.constant_(tensor, value)
+        dist.barrier()
+        assert tensor.eq(value).all()
+    apart = copy.deepcopy(model)
+    torch.nn.init.constant_(apart.wide.weight, world.rank)  # each rank's own
+    dist.barrier()
+    assert apart.wide.weight.eq(world.rank).all()
+    assert model.wide.weight.eq(7.0).all()
+
+
+@each_kind
+@gloo_and_mpi
+def test_all_ranks_have_the_same_memory(crew, kind, settings):
+    crew(one_copy, kind, settings)
+
+
+X = torch.ones(1, 3)
+
+
+def linear(group=None, model=None, same=True, kind="SGD", settings=None, shard="node", **options):
+    model = model or nn.Linear(3, 3)
+    if same:
+        ddp.broadcast_parameters(model, process_group=group)
+    reducer = ddp.Reducer(model, group, **options)
+    settings = {"shard": shard, **(settings or {"lr": 0.1})}
+    optimizer = getattr(ddp, kind)(model.parameters(), **settings, reducer=reducer)
+
+    def step(x=X):
+        optimizer.zero_grad()
+        optimizer.backward_and_step(model(x).sum())
+
+    return model, reducer, optimizer, step
+
+
+@each_shard
+@on("gloo-2")
+def test_refuses_a_comm_hook_and_to_miss_a_rank(world, shard):
+    _, reducer, _, step = linear(shard=shard)
+    reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
+    with pytest.raises(RuntimeError, match="cannot go through a comm hook"):
+        step()
+    _, reducer, _, step = linear(shard=shard)
+    with ddp.join(reducer), pytest.raises(RuntimeError, match=r"inside join\(\)"):
+        step()
+
+
+@on("gloo-2")
+def test_refuses_unlike_parameters_and_unlike_steps(world):
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = nn.Linear(3, 3)
+    torch.nn.init.constant_(model.weight, world.rank)
+    *_, step = linear(group, model, same=False)
+    with pytest.raises(RuntimeError, match="weight"):
+        step()
+    for changed in ({"lr": 0.2}, {"betas": (0.9, 0.9)}, {"step": 1}, {"weight_decay": 0.0}):
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        settings = {"lr": torch.tensor(0.1)}
+        model, _, optimizer, step = linear(group, kind="AdamW", settings=settings)
+        step()
+        if world.rank:
+            optimizer.param_groups[0].update(changed)
+            if "step" in changed:
+                optimizer.state[model.weight]["step"] += 1
+        told = r"different operations.*step with lr=0\.1"
+        told += r".*lr=0\.2" if changed == {"lr": 0.2} else ""
+        with pytest.raises(RuntimeError, match=told):
+            step()
+
+
+@each_shard
+@on("gloo-2")
+def test_refuses_parameters_that_were_replaced_or_cannot_move(world, shard):
+    model, _, _, step = linear(shard=shard)
+    step()
+    model.weight.data = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"shape \(3, 3\) is not where SGD\(shard=.* put it"):
+        step()
+    model, _, _, step = linear(model=nn.Conv2d(3, 3, 2), shard=shard)
+    model.to(memory_format=torch.channels_last)
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"shape \(3, 3, 2, 2\) cannot be moved any longer"):
+        step(torch.ones(1, 3, 2, 2))
+    assert model.weight.equal(before)
+    with pytest.raises(ValueError, match=r"of float32 or float64 on a CPU.*bfloat16"):
+        linear(model=nn.Linear(3, 3).bfloat16(), shard=shard)
+
+
+@on("gloo-2")
+def test_takes_all_parameters_but_those_that_are_ignored(world):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model)
+    with pytest.raises(ValueError, match="must hold all of the reducer's parameters"):
+        ddp.SGD(model[0].parameters(), shard="node", reducer=reducer)
+    reducer.remove()
+    torch.nn.init.constant_(model[1].weight, world.rank)  # may differ
+    names = ["1.weight", "1.bias"]
+    *_, step = linear(model=model, same=False, ignore=names)
+    step()
+    ddp.check_sync(model, ignore=names)
+
+
+@gloo_and_mpi
+@on("crew")
+def test_gives_memory_that_was_moved_from_back(world):
+    group = dist.new_group()
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    *_, step = linear(group, model, settings={"lr": 0.1, "momentum": 0.9}, bucket_cap_mb=0)
+    for _ in range(4):
+        step(torch.ones(1, 512))
+    beside = shared_memory_group(group)
+    # For each of four runs one of parameters and one of momentum, and one for all gradients.
+    assert len(beside._windows._memories) == 9
+    weight = model[0].weight.detach()
+    expected = weight.clone() * world.world_size
+    dist.all_reduce(weight, group=beside)  # there is one of it, not one of each rank
+    assert weight.equal(expected)
+
+
+@gloo_and_mpi
+@on("crew")
+def test_returns_when_all_shares_are_written(world):
+    """Rank 1 writes its share when rank 0 waits for it, or has not waited and continues."""
+    model, _, optimizer, step = linear(model=nn.Linear(300, 300, bias=False))
+    step(torch.ones(1, 300))  # frees what has moved
+    group = optimizer._shards._shared
+    came = group.empty(1, torch.int64, for_all=True).zero_()
+    dist.barrier()
+    reduce_to_owners, barrier = group.reduce_to_owners, group.barrier
+
+    def slowly(gradient, op, receive, label):
+        def receive_late(begin, chunk):
+            while world.rank == 1 and not came:
+                os.sched_yield()
+            receive(begin, chunk)
+
+        reduce_to_owners(gradient, op, receive_late, label)
+
+    def at_the_end():
+        came.add_(world.rank == 0)
+        return barrier()
+
+    changed = {"reduce_to_owners": slowly, "barrier": at_the_end}
+    with patch.multiple(group, **changed):
+        step(torch.ones(1, 300))
+    seen = model.weight.detach().clone()
+    came.add_(world.rank == 0)
+    dist.barrier()
+    assert model.weight.equal(seen)
+
+
+@on("gloo-2")
+def test_refuses_gradients_that_are_not_shared(world):
+    """As there is no room; in a copy, which one rank may make alone; and without shared memory."""
+    group = dist.new_group()
+    model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with patch.object(stage, "SharedMemory", side_effect=NoSharedMemory("no room")):
+            reducer = ddp.Reducer(model, group, gradient_as_bucket_view=True)
+    assert ["no room" in str(warning.message) for warning in told] == [True] * (world.rank == 0)
+    model(torch.full((1, 3), world.rank + 1.0)).sum().backward()
+    assert model.weight.grad.eq(1.5).all()
+    with pytest.raises(ValueError, match="that the machine's ranks share, and there was none"):
+        ddp.SGD(model.parameters(), shard="node", reducer=reducer)
+    copied = copy.deepcopy(ddp.DistributedDataParallel(nn.Linear(3, 3)))
+    with pytest.raises(ValueError, match=r"there was none: .* or its module is a copy of a wrapp"):
+        ddp.SGD(copied.parameters(), shard="node", reducer=copied.reducer)
+    wrapped = ddp.DistributedDataParallel(copied.module)
+    ddp.SGD(wrapped.parameters(), shard="node", reducer=wrapped.reducer)
+    with pytest.raises(ValueError, match="needs ranks that share memory: a process"):
+        linear(shared_memory=False)
+
+
+# What the ranks divide, beside what they do not ---------------------------------------------------
+
+KINDS = (("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("AdamW", {"weight_decay": 0.1}))
+
+
+class Odd(nn.Module):
+    """Sizes that fill no cache line, a channels-last weight, a number, and an unused layer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
+        self.first, self.second = nn.Linear(5, 417), nn.Linear(417, 7)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.unused = nn.Linear(3, 3)
+        self.table = nn.Embedding(9, 7, sparse=True)
+
+    def forward(self, x):
+        x = self.second(self.first(self.conv(x).mean((2, 3))).relu()) * self.scale
+        return (x + self.table(torch.arange(len(x)))).tanh()
+
+
+def trained(world, kind, shard, settings, steps=4, **how):
+    """Parameters, state and norms after some steps; `how` chooses the calls and the Reducer."""
+    clip, at_once, again = how.pop("clip", None), how.pop("at_once", True), how.pop("again", False)
+    model = Odd()
+    if kind != "SGD":
+        model.table.requires_grad_(False)  # Adam takes no sparse gradients
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model, bucket_cap_mb=0.002, find_unused_parameters=True, **how)
+    groups = [
+        {"params": [p for p in model.parameters() if p.requires_grad and p.dim() == 1], "lr": 0.02},
+        {"params": [p for p in model.parameters() if p.requires_grad and p.dim() != 1]},
+    ]
+    optimizer = getattr(ddp, kind)(groups, lr=0.01, reducer=reducer, shard=shard, **settings)
+    norms = []
+    for step in range(steps):
+        torch.manual_seed(100 * step + world.rank)
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 3, 8, 8)).square().mean() * 9
+        if at_once:
+            norms.append(optimizer.backward_and_step(loss, max_norm=clip))
+        else:
+            loss.backward()
+            optimizer.step()
+        if again and step == 1:
+            state = optimizer.state_dict()
+            optimizer = getattr(ddp, kind)(groups, lr=1, reducer=reducer, shard=shard, **settings)
+            optimizer.load_state_dict(state)
+    return list(model.parameters()), optimizer.state_dict(), norms, optimizer
+
+
+def check_equal(one, other):
+    assert all(map(torch.equal, one[0], other[0]))
+    mine, others = one[1]["state"], other[1]["state"]
+    assert mine.keys() == others.keys()
+    for index in mine:
+        assert mine[index].keys() == others[index].keys()
+        for name, value in mine[index].items():
+            expected = others[index][name]
+            assert value.to_dense().equal(expected.to_dense()), (index, name)
+            assert value.is_sparse or value.stride() == expected.stride()
+    assert one[2] == other[2]
+
+
+def divided(world, kind, settings):
+    undivided = partial(trained, world, kind, "none", settings)
+    plain, clipped = undivided(), undivided(clip=0.3)
+    assert clipped[2][0] > 0.3  # or it would test nothing
+    for shard in ("node", "world"):
+        case = partial(trained, world, kind, shard, settings)
+        if shard == "world" or world.world_size == 2:  # "node" rounds once more with three ranks
+            check_equal(case(), plain)
+            check_equal(case(clip=0.3), clipped)
+            check_equal((*case(at_once=False)[:2], plain[2]), plain)
+            check_equal(case(again=True), plain)
+
+
+@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=[kind for kind, _ in KINDS])
+@pytest.mark.parametrize("crew", ["gloo-2", slow("gloo-3"), slow("mpi-3")], indirect=True)
+def test_ranks_that_divide_a_step_get_the_bits_of_those_that_do_not(crew, kind, settings):
+    crew(divided, kind, settings)
+
+
+@pytest.mark.parametrize("crew", ["gloo-2"], indirect=True)
+@on("crew")
+def test_gloo_without_shared_memory_divides_a_step(world):
+    for kind, settings in KINDS:
+        case = partial(trained, world, kind, settings=settings, shared_memory=False, clip=0.3)
+        check_equal(case(shard="world"), case(shard="none"))
+
+
+def test_torchs_clipping_is_the_same_to_rounding(alone):
+    reducer = ddp.Reducer(model := Odd())
+    optimizer = ddp.SGD(model.parameters(), lr=0.0, reducer=reducer, shard="none")
+    images = torch.randn(4, 3, 8, 8)
+    for max_norm in (0.1, 1e3):
+        loss = [model(images).square().sum() + model.unused.weight.sum() for _ in range(2)]
+        loss = [each + model.unused.bias.sum() for each in loss]
+        optimizer.zero_grad()
+        loss[0].backward()
+        gradients = [p.grad.to_dense().clone() for p in model.parameters()]
+        expected = torch.cat([g.flatten() for g in gradients]).double().norm()
+        optimizer.zero_grad()
+        norm = optimizer.backward_and_step(loss[1], max_norm=max_norm)
+        torch.testing.assert_close(norm, expected)
+        factor = min(1.0, max_norm / (float(expected) + 1e-6))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad.to_dense(), gradient * factor)
+
+
+@on("gloo-2")
+def test_a_rank_has_its_share_of_the_state_alone(world):
+    model = nn.Sequential(*[nn.Linear(300, 300) for _ in range(4)])
+    reducer = ddp.Reducer(model, bucket_cap_mb=0.5)
+    optimizer = ddp.AdamW(model.parameters(), reducer=reducer, shard="world")
+    for _ in range(3):  # the buckets are laid out again after the first
+        optimizer.zero_grad()
+        optimizer.backward_and_step(model(torch.ones(1, 300)).sum())
+        held = {
+            value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+            for value in chain(*(state.values() for state in optimizer.state.values()))
+            if value.dim()
+        }
+        whole = sum(2 * p.nbytes for p in model.parameters())
+        assert sum(held.values()) <= 1.05 * whole / world.world_size
+    with pytest.raises(TypeError, match=r"only this rank's share of the state.*state_dict\(\)"):
+        copy.deepcopy(optimizer)
+    theirs = torch.optim.AdamW(model.parameters())
+    theirs.load_state_dict(optimizer.state_dict())
+    assert theirs.state[model[0].weight]["exp_avg"].shape == (300, 300)
+
+
+@on("gloo-2")
+def test_a_lost_share_cannot_be_replaced(world):
+    reducer = ddp.Reducer(model := nn.Linear(3, 3), virtual_ranks=2)
+    optimizer = ddp.SGD(model.parameters(), lr=0.1, reducer=reducer, shard="world")
+    with pytest.raises(ValueError, match=r'shard="world".*is lost with it: use shard="none"'):
+        ddp.elastic(world, reducer, optimizer)
+    with pytest.raises(ValueError, match='shard must be "none", "node" or "world", got "all"'):
+        ddp.SGD(model.parameters(), lr=0.1, reducer=reducer, shard="all")
+
+
+def on_virtual_ranks(world):
+    model = Odd()
+    del model.unused, model.table
+    model.table = nn.Embedding(9, 7)
+    reducer = ddp.Reducer(model, bucket_cap_mb=0.002, virtual_ranks=4)
+    optimizer = ddp.AdamW(model.parameters(), lr=0.01, reducer=reducer, shard="world")
+    for step in range(3):
+        optimizer.zero_grad()
+        for index in reducer.virtual_rank_range:
+            with reducer.virtual_rank(index):
+                torch.manual_seed(100 * step + index)
+                loss = model(torch.randn(4, 3, 8, 8)).square().mean() * 9
+                if index == reducer.virtual_rank_range[-1]:
+                    optimizer.backward_and_step(loss, max_norm=0.3)
+                else:
+                    loss.backward()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
+
+
+@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
+def test_divided_steps_have_the_same_bits_on_any_number_of_ranks(crew, alone):
+    assert set(crew(on_virtual_ranks)) == {on_virtual_ranks(None)}
