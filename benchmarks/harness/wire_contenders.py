@@ -57,6 +57,10 @@ def make_contenders(
         ways[f"{TORCH}{suffix}"] = torch_ddp(**size, **TORCH_BEST)
         ways[REDUCER if cap is None else f"Reducer{suffix}"] = reducer(**size, **_VIEWS)
         ways[f"{SGD}{suffix}"] = flat(at_once=True, **size, **_VIEWS)
+        for how, overlap in (("", False), (", overlap_forward", True)):
+            ways[f"{SGD}, shard=world{how}{suffix}"] = flat(
+                "world", at_once=True, overlap=overlap, **size, **_VIEWS
+            )
         ways[f"{BF16}{suffix}"] = _hooked(None, ddp.comm_hooks.bf16_compress_hook, **size)
     ways[POWER_SGD] = _hooked(powers, ddp.power_sgd.power_sgd_hook)
     if backend == "gloo":  # its callbacks call collectives, which mpi does not order

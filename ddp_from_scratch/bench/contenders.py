@@ -54,6 +54,9 @@ class Training:
     forward: nn.Module
     zero_grad: Callable[[], None]
     update: Callable[[torch.Tensor], object]  # backward and the optimizer's step, given the loss
+    # True if communication ends in the next forward pass. Then a step is timed from backward on to
+    # the end of that pass, so that it contains all of its communication.
+    ends_in_forward: bool = False
 
 
 Prepare = Callable[[nn.Module, Group, Optimizers], Training]
@@ -117,16 +120,19 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
     return prepare
 
 
-def flat(shard: str = "none", **settings: Any) -> Prepare:
-    """Uses a `Reducer` and this library's optimizer, whose steps the ranks may divide."""
+def flat(
+    shard: str = "none", at_once: bool = False, overlap: bool = False, **settings: Any
+) -> Prepare:
+    """Uses a `Reducer` and this library's optimizer, with `backward_and_step` if `at_once`."""
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
         broadcast_parameters(model, process_group=group)
         averaging = Reducer(model, group, **settings)
         options: dict[str, Any] = {"reducer": averaging, "shard": shard, **optimizers.settings}
+        options |= {"overlap_forward": True} if overlap else {}
         stepper = optimizers.flat(model.parameters(), **options)
-        if shard != "none":
-            return Training(model, stepper.zero_grad, stepper.backward_and_step)
+        if at_once:
+            return Training(model, stepper.zero_grad, stepper.backward_and_step, overlap)
         return _two_calls(model, stepper)
 
     return prepare
@@ -191,9 +197,11 @@ CONTENDERS = [
     ContenderSpec("ddp.SGD", flat()),
     ContenderSpec("ddp.SGD, one flat bucket", flat(**_FLAT_BUCKET)),
     ContenderSpec("ddp.SGD, fuse_wgrad", flat(fuse_wgrad=True), SHARING),
-    ContenderSpec("ddp.SGD, shard=world", flat("world")),
-    ContenderSpec("ddp.SGD, shard=node", flat("node"), SHARING),
-    ContenderSpec("ddp.SGD, shard=node, fuse_wgrad", flat("node", fuse_wgrad=True), SHARING),
+    ContenderSpec("ddp.SGD, shard=world", flat("world", at_once=True)),
+    ContenderSpec("ddp.SGD, shard=node", flat("node", at_once=True), SHARING),
+    ContenderSpec(
+        "ddp.SGD, shard=node, fuse_wgrad", flat("node", at_once=True, fuse_wgrad=True), SHARING
+    ),
 ]
 
 
@@ -251,9 +259,15 @@ def contenders(
         group = (groups or {}).get(spec.group or "")
         training = spec.prepare(model, group, optimizers)
 
+        losses: list[torch.Tensor] = []
+
         def step() -> None:
+            if not losses:
+                losses.append(workload.loss(training.forward, batch))
             training.zero_grad()
-            training.update(workload.loss(training.forward, batch))
+            training.update(losses.pop())
+            if training.ends_in_forward:
+                losses.append(workload.loss(training.forward, batch))
 
         return Contender(spec.name, model, step, start)
 

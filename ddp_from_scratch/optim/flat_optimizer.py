@@ -78,6 +78,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
             memory of its own, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
             with shared memory.
+        overlap_forward: with "world", parameters arrive during the next forward pass, in which each
+            module waits for those that it reads. A program that reads parameters elsewhere calls
+            `synchronize()` first; `module.state_dict()` does.
 
     Raises:
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
@@ -98,6 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         *args: Any,
         reducer: Reducer,
         shard: str = "none",
+        overlap_forward: bool = False,
         **settings: Any,
     ) -> None:
         for name in ("foreach", "fused", "capturable", "differentiable"):
@@ -105,6 +109,8 @@ class FlatOptimizer(torch.optim.Optimizer):
                 raise TypeError(f"{type(self).__name__} takes no {name}: it has one kernel")
         if shard not in SHARDS:
             raise ValueError(f'shard must be "none", "node" or "world", got "{shard}"')
+        if overlap_forward and shard != "world":
+            raise ValueError(f'overlap_forward=True needs shard="world", got "{shard}"')
         super().__init__(params, *args, **settings)
         # Saved in the groups, so that torch's class has the same bits after it loads them.
         for group in (self.defaults, *self.param_groups):
@@ -115,7 +121,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         reducer.keep_bucket_views()
         self.shard = shard
         name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
-        self._shards = SHARDS[shard](name, reducer, self._rule)
+        options = {"overlap": True} if overlap_forward else {}
+        self._shards = SHARDS[shard](name, reducer, self._rule, **options)
         self._check_groups()
         self._runs: dict[Bucket, list[FlatParams]] = {}
 
@@ -240,6 +247,10 @@ class FlatOptimizer(torch.optim.Optimizer):
             gradient.mul_(factor)
         return norm
 
+    def synchronize(self) -> None:
+        """With `overlap_forward`, waits until all parameters have arrived. Else a no-op."""
+        self._shards.synchronize()
+
     # 1. arrange ---------------------------------------------------------------------------------
 
     @property
@@ -257,6 +268,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _arrange(self) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
+        self._shards.synchronize()
         buckets = self._buckets
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):

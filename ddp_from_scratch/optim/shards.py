@@ -14,7 +14,7 @@ r"""Which part of a step each rank does: all of it, or a share whose results all
 """
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
@@ -29,6 +29,7 @@ from ddp_from_scratch.common.memory import in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU
 from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
+from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
 from ddp_from_scratch.options.comm_hooks import Later, keep_local
 from ddp_from_scratch.reducer import Reducer
@@ -74,6 +75,9 @@ class NoShards:
         run.update(stretches, group)
 
     def end_step(self, buckets: Sequence[Bucket]) -> None: ...
+    def synchronize(self) -> None:
+        """Waits until all parameters are those after the last step."""
+
     def whole_state(self, runs: Runs, states: States) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the state of which a rank has only its share, by parameter. Collective."""
         return {}
@@ -220,12 +224,19 @@ class WorldShards(Shards):
     the parts of its gradients, which have no gaps, may differ in size.
     """
 
-    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule) -> None:
+    def __init__(
+        self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool = False
+    ) -> None:
         super().__init__(name, reducer, rule)
         self._rank, self._size = self._group.rank(), self._group.size()
         # By bucket: its parameters, and where the part of each rank begins in its gradients.
         self._flats: dict[Bucket, torch.Tensor] = {}
         self._bounds: dict[Bucket, list[int]] = {}
+        # The all-gathers under way. With `overlap`, forward passes wait for them.
+        self._arriving: dict[Bucket, dist.Work | None] = {}
+        self._overlap = overlap
+        if overlap:
+            ForwardWaits(reducer.module, self.synchronize)
 
     def _share(self, numel: int) -> int:
         """Returns the size of each share of so many elements."""
@@ -249,6 +260,7 @@ class WorldShards(Shards):
     def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None:
         super().arranged(runs, alone)
         self._flats = {bucket: self._flats[bucket] for bucket in runs}
+        self._bucket_of = {id(p): bucket for bucket in runs for p in bucket.parameters()}
         for bucket, of_bucket in runs.items():
             share, placed = self._flats[bucket].numel() // self._size, _placed(of_bucket)
             self._bounds[bucket] = [
@@ -295,9 +307,18 @@ class WorldShards(Shards):
         return reduce_scatter
 
     def end_step(self, buckets: Sequence[Bucket]) -> None:
-        works = [self._gather(self._flats[bucket]) for bucket in buckets]
-        for work in works:
-            wait(work)
+        for bucket in reversed(buckets):  # forward reads the last bucket first
+            self._arriving[bucket] = self._gather(self._flats[bucket])
+        if not self._overlap:
+            self.synchronize()
+
+    def synchronize(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
+        if not self._arriving:
+            return
+        read = None if parameters is None else {self._bucket_of.get(id(p)) for p in parameters}
+        for bucket in [*self._arriving]:
+            if read is None or bucket in read:
+                wait(self._arriving.pop(bucket))
 
     def _gather(self, flat: torch.Tensor) -> dist.Work | None:
         """Starts to send this rank's share of a flat tensor to all ranks, and theirs to it."""

@@ -16,7 +16,9 @@ from torch import nn
 import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import stage
 from ddp_from_scratch.common.errors import NoSharedMemory
+from ddp_from_scratch.common.group import all_gather_single
 from ddp_from_scratch.node import shared_memory_group
+from ddp_from_scratch.optim import shards
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -408,3 +410,58 @@ def on_virtual_ranks(world):
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
 def test_divided_steps_have_the_same_bits_on_any_number_of_ranks(crew, alone):
     assert set(crew(on_virtual_ranks)) == {on_virtual_ranks(None)}
+
+
+class Reading(nn.Module):
+    """Modules that read parameters of others: of a child that is never called, and a tied one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, 8)
+        self.attention = nn.MultiheadAttention(8, 2)  # reads its out_proj.weight
+        self.layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return nn.functional.linear(self.layers(x), self.table.weight)
+
+
+class LateGather:
+    """An all-gather that only happens when somebody waits for it."""
+
+    def __init__(self, *arguments, async_op, **options):
+        self.run = partial(all_gather_single, *arguments, **options)
+
+    def wait(self):
+        self.run()
+
+
+@on("gloo-2")
+def test_forward_waits_for_the_parameters_that_it_reads(world):
+    def run(parts, **options):
+        model = Reading()
+        reducer = ddp.Reducer(model, bucket_cap_mb=0, find_unused_parameters=True)
+        optimizer = ddp.SGD(model.parameters(), 0.01, momentum=0.9, reducer=reducer, **options)
+        for step in range(5):
+            tokens = torch.randint(11, (5, 3), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            if parts and step % 2:  # not the whole module; the Reducer does not see its graph
+                with reducer.no_sync():
+                    assert model.layers(model.table(tokens)).sum().backward() is None
+            optimizer.backward_and_step(model(tokens).square().mean() * (1 + world.rank))
+            arriving = len(getattr(optimizer._shards, "_arriving", ()))
+            assert arriving == options.get("overlap_forward", False) * len(reducer.flat_buckets)
+        saved = [tensor.clone() for tensor in model.state_dict().values()]
+        optimizer.synchronize()
+        assert all(map(torch.equal, model.state_dict().values(), saved))
+        return saved
+
+    for parts in (False, True):
+        expected = run(parts)
+        with patch.object(shards, "all_gather_single", LateGather):
+            found = run(parts, shard="world", overlap_forward=True)
+        assert all(map(torch.equal, found, expected))
+    with pytest.raises(ValueError, match='overlap_forward=True needs shard="world", got "node"'):
+        linear(settings={"lr": 0.1, "overlap_forward": True})
