@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,9 @@ class Reducer(CoreReducer):
             Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
             (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
             `broadcast_buffers`; buckets keep their layout.
+        reduce: "sum" adds the ranks' gradients up and divides nothing. Every `.grad` is summed as a
+            whole, so set it to None or zero after each step; what an earlier sum left there would
+            be summed again. Not with a comm hook or virtual ranks.
         extensions: your own (`core/extension.py`), called after those of the options.
 
     Attributes:
@@ -118,6 +121,7 @@ class Reducer(CoreReducer):
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
         virtual_ranks: int | None = None,
+        reduce: Literal["mean", "sum"] = "mean",
         extensions: Iterable[Extension] = (),
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
@@ -129,11 +133,15 @@ class Reducer(CoreReducer):
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
-        if virtual_ranks is not None and bucket_cap_mb == AUTO:
-            raise ValueError('bucket_cap_mb="auto" cannot be used with virtual_ranks=V')
+        if reduce not in ("mean", "sum"):
+            raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
+        auto, sums = bucket_cap_mb == AUTO, reduce == "sum"
+        refused = {'bucket_cap_mb="auto"': auto, 'reduce="sum"': sums}
+        if virtual_ranks is not None and (names := [name for name in refused if refused[name]]):
+            raise ValueError(f"{names[0]} cannot be used with virtual_ranks=V: leave it out")
         self.ignore, self.joining = frozenset(ignore), False
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
-        self._auto = bucket_cap_mb == AUTO
+        self._auto = auto
         self.buffer_sync = BufferSync(module, process_group, ignore)
         self._checks = Checks(snapshot, ignore)
         self._virtual_ranks: VirtualRanks | None = None
@@ -170,7 +178,8 @@ class Reducer(CoreReducer):
         if virtual_ranks is not None and ready_order is None:
             # The first layout is final, even if an average fails on some ranks.
             ready_order = list(parameters)[::-1]
-        sender = Sender(process_group, shared_memory_group if shared_memory and on_cpu else None)
+        transport = shared_memory_group if shared_memory and on_cpu else None
+        sender = Sender(process_group, transport, sums)
         # Shared memory is freed with its group, and virtual ranks may continue in another one.
         memory_of = sender.group() if self.meets and virtual_ranks is None else None
         sparse = sparse_parameters(module)
@@ -224,6 +233,8 @@ class Reducer(CoreReducer):
         if (tuning := self.extension(BucketTuning)) is not None:
             tuning.check_hook(hook)
         self.check_free("a comm hook")
+        if self.sender.sums and hook is not average:
+            raise RuntimeError(f'reduce="sum" cannot be used with a comm hook, got {hook!r}')
         self.sender.set_hook(hook, state)
 
     def keep_bucket_views(self) -> None:
@@ -306,8 +317,8 @@ class Reducer(CoreReducer):
         """Weights this rank's gradients by `amount` in the next average only. Collective.
 
         Pass the number of samples (or tokens) that this rank's loss is the mean of. The result is
-        then the gradient of the mean over the whole batch. Every rank, also one with amount 0, must
-        call this and then run backward.
+        then the gradient of the mean over the whole batch, or with `reduce="sum"` of the sum. Every
+        rank, also one with amount 0, must call this and then run backward.
 
         Raises:
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
@@ -316,21 +327,16 @@ class Reducer(CoreReducer):
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
         weight = self.agree_weight(amount)
+        if sync_batch_norms(self.module):
+            weight.check_equal()
         self.sender.set_weight(weight.value)
-        if sync_batch_norms(self.module) and not weight.all_equal():
-            self.sender.set_weight(None)
-            raise RuntimeError(
-                "the weights of ranks differ, and the module has synchronised batch norm, which "
-                "mixes the gradients of all ranks before they are weighed: leave weight() out, and "
-                "multiply each rank's loss by its amount x world size / the sum of all amounts"
-            )
 
     def agree_weight(self, amount: float) -> GradientWeight:
         """Starts to sum all ranks' amounts. Collective. Raises as `weight`."""
         self.check_free("weight() or join()")
-        if takes_cpu_tensors(self.process_group):
-            return GradientWeight(amount, self.sender.group())
-        return GradientWeight(amount, cpu_group(self.process_group))
+        on_cpu = takes_cpu_tensors(self.process_group)
+        group = self.sender.group() if on_cpu else cpu_group(self.process_group)
+        return GradientWeight(amount, group, self.sender.sums)
 
     def set_joining(self, joining: bool) -> None:
         """Leaves weights and buffers to `join()` while `joining` is True."""

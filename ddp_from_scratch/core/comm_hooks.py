@@ -36,7 +36,7 @@ Group = dist.ProcessGroup | None
 
 
 def average(process_group: Group, bucket: Bucket) -> Future:
-    """All-reduces the bucket to its average, with the bits of torch's DDP. The default."""
+    """All-reduces the bucket to its average (or sum), with the bits of torch's DDP. The default."""
     op = divide(process_group, bucket) if bucket.op is None else bucket.op
     # The collective's own future, whose value is a list: no callback runs on its thread.
     return all_reduce(bucket, bucket.buffer(), process_group, op)
@@ -109,7 +109,7 @@ class Sender:
     `transport` maps a process group to the group that sends its buckets, if another. Collective.
 
     Attributes:
-        concurrent: True if several buckets may be in flight under this hook.
+        concurrent, sums: True if several buckets may be in flight; if nothing is divided.
         sends: returns what `group()` returned last. Weak, as a strong reference keeps its threads.
         weight: returns this rank's weight in the next average alone, and waits for the weights of
             all ranks; None means 1.
@@ -122,8 +122,9 @@ class Sender:
         self,
         process_group: Group,
         transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None,
+        sums: bool = False,
     ) -> None:
-        self.process_group, self._transport = process_group, transport
+        self.process_group, self._transport, self.sums = process_group, transport, sums
         self.sends: Callable[[], Group] = NoneType
         self.set_weight(None)
         self.set_hook(average, process_group)
@@ -180,6 +181,8 @@ class Sender:
             self.op = _reduction(self.state_now)
         elif getattr(self.hook, "takes_divided", False):
             self.op = dist.ReduceOp.SUM
-        if self.op == dist.ReduceOp.SUM:
+        if self.sums:  # nothing divides
+            self.mean, self.op = weight, dist.ReduceOp.SUM
+        elif self.op == dist.ReduceOp.SUM:
             self.scale *= 1.0 / dist.get_world_size(self.state_now)
         self.prepared_for = weakref.ref(own)

@@ -31,7 +31,7 @@ from ddp_from_scratch.core.comm_hooks import OnGPU
 from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
-from ddp_from_scratch.options.comm_hooks import Later, keep_local
+from ddp_from_scratch.options.comm_hooks import Later
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import check_sync
 
@@ -190,8 +190,10 @@ class NodeShards(Shards):
         return self._shared.empty(numel, like.dtype, for_all=True)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
+        if clips or self._of.sender.sums:  # `step` needs the averages, or sums
+            return nullcontext()
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
-        return nullcontext() if clips else self._of.averaging_with(keep_local)
+        return self._of.averaging_with(_keep_local)
 
     def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
         if not run.gradient.numel():
@@ -203,7 +205,7 @@ class NodeShards(Shards):
         settings = ", ".join(f"{name}={value}" for name, value in exact.items())
         text = f"step with {settings} of parts {zlib.crc32(repr(stretches).encode()):08x}"
         receive = partial(run.update, stretches, group)
-        # In `step` the gradients are averages already, and averaging equal values keeps them.
+        # In `step` all ranks have the same averages or sums already, and AVG keeps them.
         self._shared.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
 
     def end_step(self, buckets: Sequence[Bucket]) -> None:
@@ -354,6 +356,16 @@ class WorldShards(Shards):
         # Each block is one rank's, and 0 on the others, so the order of the sum does not matter.
         wait(dist.all_reduce(sums, group=self._group, async_op=True))
         return sums.sum()
+
+
+def _keep_local(state: Any, bucket: Bucket) -> Future:
+    """A comm hook that sends nothing, so the bucket keeps this rank's gradients."""
+    future: Future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+_keep_local.one_collective = True  # type: ignore[attr-defined]
 
 
 def _placed(runs: Runs) -> list[tuple[FlatParams, int]]:

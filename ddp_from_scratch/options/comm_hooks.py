@@ -55,13 +55,6 @@ def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
     return _compressed(torch.bfloat16, process_group, bucket)
 
 
-def keep_local(state: Any, bucket: Bucket) -> Future:
-    """Sends nothing, so the bucket keeps this rank's gradients."""
-    future: Future = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Future:
     buffer = bucket.buffer()
     if bucket.op is None:  # not divided yet
@@ -83,7 +76,7 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Fut
     return all_reduce(bucket, compressed, process_group)
 
 
-for _hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook, keep_local):
+for _hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook):
     vars(_hook)["one_collective"] = True
 for _hook in (fp16_compress_hook, bf16_compress_hook):
     vars(_hook)["takes_divided"] = True

@@ -26,6 +26,7 @@ class ReducerStats:
     find_unused_parameters: bool
     static_graph: bool
     comm_hook: str
+    reduce: str  # "mean" or "sum"
     hook_per_bucket: bool  # autograd calls only for each bucket's last gradient
     transport: str  # "shared memory" if a machine's ranks reduce there, else the backend's name
 
@@ -51,6 +52,7 @@ class ReducerStats:
             find_unused_parameters=unused is not None and unused.varies,
             static_graph=unused is not None and unused.is_static,
             comm_hook=getattr(sender.hook, "__qualname__", str(sender.hook)),
+            reduce="sum" if sender.sums else "mean",
             hook_per_bucket=hooks is not None and hooks.on,
             transport="shared memory" if shared else backend,
         )
@@ -65,6 +67,7 @@ class ReducerStats:
             "find_unused_parameters": self.find_unused_parameters,
             "static_graph": self.static_graph,
             "a hook per bucket": self.hook_per_bucket,
+            'reduce="sum"': self.reduce == "sum",
         }
         on = "".join(f", {name}" for name, is_on in switches.items() if is_on)
         return (

@@ -13,12 +13,15 @@ _MOST = 1e100  # float64 ends at 1e308, and squares are summed
 class GradientWeight:
     """The factor for this rank's gradients: amount x world size / sum of all ranks' amounts.
 
-    The plain average of gradients times these factors is the average weighted by amounts.
-    Construction is collective. It starts a sum of CPU tensors, which overlaps with forward. Raises
-    a ValueError if `amount` is not a number, negative, not finite or more than 1e100.
+    The plain average of gradients times these factors is the average weighted by amounts. If
+    gradients are summed (`sums`), the factor is the amount. Construction is collective. It starts a
+    sum of CPU tensors, which overlaps with forward. Raises a ValueError if `amount` is not a
+    number, negative, not finite or more than 1e100.
     """
 
-    def __init__(self, amount: float, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, amount: float, process_group: dist.ProcessGroup | None, sums: bool = False
+    ) -> None:
         # A rank with a wrong amount sends nan before it raises, so that the others do not wait.
         try:
             right = 0 <= float(amount) <= _MOST
@@ -32,7 +35,7 @@ class GradientWeight:
             raise ValueError(
                 f"a weight must be 0 or more, and finite, got {amount}; the largest is {_MOST:g}"
             )
-        self._amount, self._work = float(amount), of_member(work)
+        self._amount, self._work, self._is_factor = float(amount), of_member(work), sums
         self._world_size = dist.get_world_size(process_group)
 
     def total(self) -> float:
@@ -43,15 +46,20 @@ class GradientWeight:
             raise ValueError("another rank's weight is negative or not finite, or too large")
         return total
 
-    def all_equal(self) -> bool:
-        """True if all ranks gave the same amount, up to rounding. Waits like `total`."""
+    def check_equal(self) -> None:
+        """Raises a RuntimeError if the amounts differ by more than rounding. Waits like `total`."""
         square = self.total() ** 2
         # The difference is never negative, and zero only for equal amounts (Cauchy-Schwarz).
-        return bool(self._world_size * self._sums[1] - square <= 1e-12 * square)
+        if self._world_size * self._sums[1] - square > 1e-12 * square:
+            raise RuntimeError(
+                "the weights of ranks differ, and the module has synchronised batch norm, which "
+                "mixes the gradients of all ranks before they are weighed: leave weight() out, and "
+                "multiply each rank's loss by its amount x world size / the sum of all amounts"
+            )
 
     def value(self) -> float:
         """Returns the factor. Waits like `total`. Raises a ValueError if the amounts sum to 0."""
         total = self.total()
         if total == 0:
             raise ValueError("the weights of all ranks are 0: there is nothing to average")
-        return self._amount * self._world_size / total
+        return self._amount if self._is_factor else self._amount * self._world_size / total

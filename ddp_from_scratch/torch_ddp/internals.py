@@ -115,15 +115,16 @@ def cast_buffers(
 
 
 class DelayedReduction:
-    """Averages complete gradients of some parameters when that of the trigger is ready."""
+    """Averages or sums complete gradients of some parameters when that of the trigger is ready."""
 
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
         trigger: torch.nn.Parameter,
         process_group: dist.ProcessGroup | None,
+        sums: bool,
     ) -> None:
-        self.process_group = process_group
+        self.process_group, self._sums = process_group, sums
         # An infinite cap, because all gradients are launched at the same time anyway.
         kinds = [(p.nbytes, (p.dtype, p.device)) for p in parameters]
         plan = assign(kinds, range(len(parameters)), [2**62])
@@ -137,6 +138,7 @@ class DelayedReduction:
                 # No hook marks these gradients ready. An unused member still contributes `.grad`.
                 bucket.mark_unused(index)
             bucket.pack(1.0)
+            bucket.op = dist.ReduceOp.SUM if self._sums else None  # None: the hook divides
             bucket.launch(comm_hooks.average, self.process_group)
         # Waits at the end, since waiting here would delay the rest of backward.
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)

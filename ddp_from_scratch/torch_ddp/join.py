@@ -45,6 +45,11 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook for a rank without data; called by torch's `Join`."""
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        if self.reducer.sender.sums and not self.by_initial_world_size:
+            raise ValueError(
+                "divide_by_initial_world_size=False divides by the number of ranks with data, and "
+                'reduce="sum" divides by nothing: leave it out'
+            )
         self._averaged = True
         return self
 
@@ -137,7 +142,8 @@ def join(
     Args:
         reducer: averages the gradients.
         divide_by_initial_world_size: True divides by the number of all ranks, as if those without
-            data had zero gradients. False divides by the number of ranks that still have data.
+            data had zero gradients. False divides by the number of ranks that still have data, and
+            raises a ValueError with `reduce="sum"`.
         enable: False if all ranks are known to have the same number of batches.
         throw_on_early_termination: True raises on every rank as soon as one has no data left.
 

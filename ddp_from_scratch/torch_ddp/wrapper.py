@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,8 +51,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             mesh, the other dimensions may shard the module's parameters (DTensors).
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
         lazy_bucket_allocation: only False; buckets keep their memory.
-        check_every, stall_after, straggler_every, shared_memory, fuse_wgrad: not in torch; as
-            `Reducer`.
+        check_every, stall_after, straggler_every, shared_memory, fuse_wgrad, reduce: not in torch;
+            as `Reducer`.
 
     Attributes:
         module: the wrapped module.
@@ -93,6 +93,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         straggler_every: int | None = None,
         shared_memory: bool = True,
         fuse_wgrad: bool = False,
+        reduce: Literal["mean", "sum"] = "mean",
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -151,6 +152,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "straggler_every": straggler_every,
             "shared_memory": shared_memory,
             "fuse_wgrad": fuse_wgrad,
+            "reduce": reduce,
         }
         if init_sync:
             # `forward_sync_buffers` applies only to forward passes; construction sends buffers.
@@ -164,7 +166,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.delayed: internals.DelayedReduction | None = None
         if trigger is not None:
             own = [parameter for _, parameter in delayed]
-            self.delayed = internals.DelayedReduction(own, trigger, self._group)
+            self.delayed = internals.DelayedReduction(own, trigger, self._group, reduce == "sum")
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(WrappedReducer)
 

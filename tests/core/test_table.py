@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fuzz import check, steps_with_averages
+from tests.support.fuzz import check, steps_with_averages, with_all_ranks
 from tests.support.fuzz_case import (
     Again,
     Backward,
@@ -251,6 +251,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gloo alone": {"shared_memory": False, "bucket_cap_mb": 40 * BYTES},
     "flat": {"flat": True, "gradient_as_bucket_view": True},
     "flat, in one": {"flat": True, "bucket_cap_mb": 40 * BYTES},
+    "summed, wrapped": {"reduce": "sum", "wrapped": True, "large": True, "fuse_wgrad": True},
+    "summed, flat, in one": {"reduce": "sum", "flat": True},
+    "summed, divided on a node, in one": {"reduce": "sum", "flat": True, "shard": "node"},
+    "summed, divided, in one": {"reduce": "sum", "flat": True, "shard": "world"},
     "divided on a node": {"flat": True, "shard": "node", "bucket_cap_mb": 40 * BYTES},
     "divided on a node, in one": {"flat": True, "shard": "node"},
     "divided": {"flat": True, "shard": "world", "bucket_cap_mb": 40 * BYTES},
@@ -271,6 +275,8 @@ def in_one(operations: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def with_option(name: str, option: str) -> Case:
     case = replace(PROGRAMS[name], **OPTIONS[option])
+    if case.reduce == "sum":
+        case = replace(case, operations=tuple(map(with_all_ranks, case.operations)))
     return replace(case, operations=in_one(case.operations)) if "in one" in option else case
 
 

@@ -186,6 +186,10 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         and (kind == "unused" or (kind == "static" and regular))
         and not any(isinstance(op, Freeze | Join) for op in operations)
     )
+    hook = None if below else one_of(None, None, *HOOKS)
+    reduce = "mean" if hook or once_in(2) else "sum"
+    if reduce == "sum":
+        operations = tuple(with_all_ranks(op) for op in operations)
     same = flat and regular and writes is None and "bfloat16" not in dtypes
     can_divide = same and steps_with_averages(operations)
     switches = ("gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers")
@@ -201,7 +205,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         find_unused_parameters=kind == "unused" or (kind == "static" and draw(st.booleans())),
         static_graph=kind == "static",
         divided=kind == "plain" and not regular and once_in(4),
-        hook=None if below else one_of(None, None, *HOOKS),
+        hook=hook,
+        reduce=reduce,
         checkpoint=one_of(None, None, "not reentrant", *["reentrant"] * regular),
         batch_norm=batch_norm,
         optimizer=one_of("SGD", "SGD", "AdamW"),
@@ -214,6 +219,11 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         seed=draw(st.integers(0, 99)),
         **{name: draw(st.booleans()) for name in switches},
     )
+
+
+def with_all_ranks(op: Any) -> Any:
+    """The same operation; a `Join` divides by all ranks, as a sum's must."""
+    return replace(op, initial=True) if isinstance(op, Join) else op
 
 
 def steps_with_averages(operations: tuple[Any, ...]) -> bool:

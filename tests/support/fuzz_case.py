@@ -143,6 +143,7 @@ class Case:
     static_graph: bool = False
     divided: bool = False  # ranks may fail to meet: a group of their own with a short timeout
     hook: str | None = None  # a name of `HOOKS`
+    reduce: str = "mean"  # or "sum"
     checkpoint: str | None = None  # "reentrant" or "not reentrant"
     batch_norm: bool = False  # of all ranks' inputs; below it is a parameter of branch 0 (`First`)
     optimizer: str = "SGD"
@@ -452,6 +453,8 @@ class Torchs(Player):
         options = {name: getattr(self.case, name) for name in names}
         kind = nn.parallel.DistributedDataParallel
         self.called = kind(self.model, bucket_cap_mb=1e-5, **options)
+        if self.case.reduce == "sum":
+            self.called.register_comm_hook(None, summed)
         sends = self.case.sends_buffers
         self.called.broadcast_buffers = self.called.forward_sync_buffers = sends
         self.no_sync = self.called.no_sync  # type: ignore[method-assign]
@@ -465,7 +468,7 @@ class Ours(Player):
     def prepare(self) -> None:
         case = self.case
         names = "bucket_cap_mb gradient_as_bucket_view find_unused_parameters static_graph"
-        names = [*names.split(), "fuse_wgrad", "shared_memory"]
+        names = [*names.split(), "fuse_wgrad", "shared_memory", "reduce"]
         options = {name: getattr(case, name) for name in names}
         if case.batch_norm:
             ddp.convert_sync_batchnorm(self.model, self.group)
@@ -537,6 +540,12 @@ class Ours(Player):
                     self.optimizer.load_state_dict(state)
             case _:
                 super().play(number, op)
+
+
+def summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """For torch's class, which has no `reduce`."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def in_halves(group: Any, bucket: Any) -> Any:

@@ -354,17 +354,21 @@ class Oracle:
     def _average(
         self, indices: set[int], shares: list[float] | None = None, ranks: Any = None
     ) -> None:
-        """Each rank's gradients count by its share; `ranks` get the average, or all."""
+        """Each rank's gradients count by its share; `ranks` get the average or sum, or all."""
         n = len(self._players)
+        sums = self._whole.reduce == "sum"
         if shares is None and self._amounts is not None:
-            shares = [amount * n / sum(self._amounts) for amount in self._amounts]
+            total = 1 if sums else sum(self._amounts)
+            shares = [amount * (1 if sums else n) / total for amount in self._amounts]
         self._amounts = None
         for index in indices:
             members = [player.parameters[index] for player in self._players]
             terms = []
             for p, share in zip(members, shares or [1.0] * n, strict=True):
                 absent = p.grad is None or share == 0
-                term = torch.zeros_like(p) if absent else p.grad * share * (1.0 / n)
+                term = (
+                    torch.zeros_like(p) if absent else p.grad * share * (1.0 if sums else 1.0 / n)
+                )
                 terms.append(term.to_dense() if term.is_sparse else term)
             sizes = [n * t.abs().max().item() for t in terms if t.numel()]
             self._largest = max([self._largest, *sizes])
@@ -380,7 +384,7 @@ def is_torch_right(case: Case, expected: list[Expected]) -> bool:
     if (
         any(each.must or each.may for each in expected)
         or (case.batch_norm or case.checkpoint == "reentrant")
-        or (case.find_unused_parameters and tables)
+        or (tables and (case.find_unused_parameters or case.reduce == "sum"))
     ):
         return False
     alive: Forward | None = None
