@@ -19,6 +19,7 @@ from ddp_from_scratch.options import launch_order
 from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms
+from ddp_from_scratch.options.finite import FiniteCheck
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.launch_order import CommunicatingLayers, layers_with_groups
 from ddp_from_scratch.options.sparse import SparseBucket
@@ -80,6 +81,8 @@ class Reducer(CoreReducer):
         reduce: "sum" adds the ranks' gradients up and divides nothing. Every `.grad` is summed as a
             whole, so set it to None or zero after each step; what an earlier sum left there would
             be summed again. Not with a comm hook or virtual ranks.
+        check_finite: raise on every rank if a gradient is not finite before it is averaged, and
+            name its rank and parameter (`FiniteCheck`). Not with virtual ranks.
         extensions: your own (`core/extension.py`), called after those of the options.
 
     Attributes:
@@ -122,6 +125,7 @@ class Reducer(CoreReducer):
         ready_order: Sequence[str] | None = None,
         virtual_ranks: int | None = None,
         reduce: Literal["mean", "sum"] = "mean",
+        check_finite: bool = False,
         extensions: Iterable[Extension] = (),
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
@@ -136,7 +140,7 @@ class Reducer(CoreReducer):
         if reduce not in ("mean", "sum"):
             raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
         auto, sums = bucket_cap_mb == AUTO, reduce == "sum"
-        refused = {'bucket_cap_mb="auto"': auto, 'reduce="sum"': sums}
+        refused = {'bucket_cap_mb="auto"': auto, 'reduce="sum"': sums, "check_finite": check_finite}
         if virtual_ranks is not None and (names := [name for name in refused if refused[name]]):
             raise ValueError(f"{names[0]} cannot be used with virtual_ranks=V: leave it out")
         self.ignore, self.joining = frozenset(ignore), False
@@ -170,6 +174,8 @@ class Reducer(CoreReducer):
                 yield DriftCheck(check_every, module, process_group, ignore)
             if fuse_wgrad:
                 yield FusedWgrad()
+            if check_finite:
+                yield FiniteCheck()
             if layers_with_groups(module):
                 yield CommunicatingLayers()
             yield BucketHooks()

@@ -28,8 +28,9 @@ class Extension:
       `on_agree` and `on_agreed` come around a wait for the weights of all ranks.
     - end: `takes_over_end` returns True if the extension ends the pass itself. Otherwise
       `before_end` comes before the last launches. `on_break` comes if an exception has ended the
-      pass, before `backward()` raises it. When all buckets are launched, `on_all_launched` comes,
-      and `used` returns the parameters whose `.grad` becomes the average; None means all.
+      pass, before `backward()` raises it. When all buckets are launched, `on_all_launched` comes
+      and may return what `backward()` must raise instead of unpacking, the same on all ranks.
+      `used` returns the parameters whose `.grad` becomes the average; None means all.
     - wait: `on_wait` and `on_waited` come around the wait for a bucket. If it failed, the bucket is
       not LANDED. A comm hook that allows one bucket in flight causes a second, empty wait.
     - unpack: `on_finished` comes when the averages of a bucket are in `.grad`.
@@ -73,7 +74,7 @@ class Extension:
 
     def before_end(self) -> None: ...
     def on_break(self, number: int) -> None: ...
-    def on_all_launched(self) -> None: ...
+    def on_all_launched(self) -> RuntimeError | None: ...
     def used(self) -> set[int] | None:
         return None
 

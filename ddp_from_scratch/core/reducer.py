@@ -308,10 +308,10 @@ class CoreReducer(Extensible):
     def finish(self, takes_part: bool = True) -> RuntimeError | None:
         """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
         has_data, (error, self._error) = takes_part, (self._error, None)
-        takes_part = has_data and error is None
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         for call in self.calls["on_all_launched"]:
-            call()
+            error = call() or error
+        takes_part = has_data and error is None
         used: set[int] | None = None
         for call in self.calls["used"]:
             used = call()
