@@ -240,7 +240,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "a bucket each": {"bucket_cap_mb": 0},
     "two buckets": {"bucket_cap_mb": (12 * BYTES, math.inf)},
-    "at the end": {"bucket_cap_mb": 0, "overlap": False},
+    "at the end, checked": {"bucket_cap_mb": 0, "overlap": False, "check_finite": True},
     "views": {"bucket_cap_mb": 40 * BYTES, "gradient_as_bucket_view": True},
     "views of large": {"gradient_as_bucket_view": True, "large": True, "bucket_cap_mb": 40 * BYTES},
     "fused": {"fuse_wgrad": True, "large": True},

@@ -192,7 +192,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         operations = tuple(with_all_ranks(op) for op in operations)
     same = flat and regular and writes is None and "bfloat16" not in dtypes
     can_divide = same and steps_with_averages(operations)
-    switches = ("gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers")
+    switches = ["gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers"]
+    switches.append("check_finite")
     return Case(
         world_size=world_size,
         parameters=tuple(parameters),

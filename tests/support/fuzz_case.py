@@ -144,6 +144,7 @@ class Case:
     divided: bool = False  # ranks may fail to meet: a group of their own with a short timeout
     hook: str | None = None  # a name of `HOOKS`
     reduce: str = "mean"  # or "sum"
+    check_finite: bool = False  # of a bare `Reducer`
     checkpoint: str | None = None  # "reentrant" or "not reentrant"
     batch_norm: bool = False  # of all ranks' inputs; below it is a parameter of branch 0 (`First`)
     optimizer: str = "SGD"
@@ -481,6 +482,7 @@ class Ours(Player):
             if not self.reducers:  # later they are equal, and graphs may be alive
                 ddp.broadcast_parameters(self.model, process_group=self.group)
             options |= {"overlap": case.overlap, "broadcast_buffers": case.broadcast_buffers}
+            options["check_finite"] = case.check_finite
             trains = [name for name, p in self.model.named_parameters() if p.requires_grad]
             self.reducers = [
                 ddp.Reducer(self.model, self.group, ignore=ignored, **options)
