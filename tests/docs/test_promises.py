@@ -72,6 +72,7 @@ def test_every_public_name_and_option_is_in_the_reference():
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 RUN_PY = {*make_parser()._option_string_actions} - {"-h", "--help"}
 OF_OTHERS = {
+    "horovodrun": {"--min-np", "--max-np"},
     "torchrun": {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"},
     "mpirun": {"--oversubscribe", "--mca", "--host", "--bind-to"},
     "Slurm": {"--mpi", "--ntasks", "--signal", "--requeue", "--open-mode", "--job-name", "--time"}
