@@ -101,15 +101,16 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     add("--model", nargs="+", default=["mlp"], metavar="M", help=f"{models} (default: mlp)")
     text = f"of one table (default here: {' '.join(backends)})"
     add("--backend", nargs="+", choices=("gloo", "mpi", "nccl"), default=backends, help=text)
-    add("--nproc", type=int, nargs="+", default=[ranks], help=f"ranks (default: {ranks})")
+    text = f"ranks (default: {ranks})"
+    add("--nproc", type=int, nargs="+", default=[ranks], metavar="N", help=text)
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
     text = "of running (default: interleaved)"
     add("--way", nargs="+", choices=WAYS, default=["interleaved"], help=text)
     text = f"only these beside torch's DDP on gloo and no communication, of: {'; '.join(names)}"
     add("--contender", nargs="+", choices=names, metavar="NAME", help=text)
     text = 'of steps for each table, after warm-up; "alone" takes 2 for each row at least '
-    add("--seconds", type=float, default=15.0, help=text + "(default: 15)")
-    add("--rounds", type=int, help="steps of each contender, in place of --seconds")
+    add("--seconds", type=float, default=15.0, metavar="S", help=text + "(default: 15)")
+    add("--rounds", type=int, metavar="N", help="steps of each contender, in place of --seconds")
     text = f"where JSON goes (default: {'nowhere' if results is None else results})"
     add("--results", type=Path, default=results, metavar="FOLDER", help=text)
     add("--job", help=argparse.SUPPRESS)  # of a rank

@@ -143,8 +143,8 @@ def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
     """Parses `--nproc`: "2" for one machine, "8,2" for one with 8 processes and one with 2."""
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
         raise UsageError(
-            f"--nproc must be a number of processes, or one for each machine such as 8,2; "
-            f"got {text!r}"
+            f"--nproc must be a number of processes, 1 or more, or one for each machine such as "
+            f"8,2; got {text!r}"
         )
     # Nine digits are already too many processes, and Python refuses to convert thousands of digits.
     counts = tuple(int(part[:9]) for part in text.split(","))

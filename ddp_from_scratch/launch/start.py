@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pickle
+import re
 import shlex
 import shutil
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -142,15 +144,58 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         if os.isatty(stream):
             defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
-    return Agent(
-        full,
-        lambda _: defaults | os.environ,
-        range(1),
-        # After any other signal Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
-        ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),
-        set_up=partial(die_with, os.getpid(), signal.SIGTERM),  # which mpirun itself does not do
-        name=Path(full[0]).name,
-    ).run()
+    parent = os.getpid()
+    with _without_report_of_stop() as stderr:
+
+        def set_up() -> None:
+            die_with(parent, signal.SIGTERM)  # which mpirun itself does not do
+            os.dup2(stderr, 2)
+
+        return Agent(
+            full,
+            lambda _: defaults | os.environ,
+            range(1),
+            # After other signals Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
+            ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),
+            set_up=set_up,
+            name=Path(full[0]).name,
+        ).run()
+
+
+_RULE = b"-" * 74 + b"\n"  # around each of mpirun's reports
+_STOPPED = rb"Exit code: +%d\n|\bsignal %d " % (128 + signal.SIGUSR1, signal.SIGUSR1)
+
+
+@contextmanager
+def _without_report_of_stop() -> Iterator[int]:
+    """Opens a file that passes lines to standard error, but not mpirun's report of a stop.
+
+    Ranks that have saved and stopped exit with 138, or before training by the signal itself. mpirun
+    reports both as failures.
+    """
+    read, write = os.pipe()
+    thread = threading.Thread(target=_pass_on, args=[read], daemon=True)
+    thread.start()
+    try:
+        yield write
+    finally:
+        os.close(write)
+        thread.join(1.0)  # a process that outlives mpirun may hold the file
+
+
+def _pass_on(read: int) -> None:
+    held: list[bytes] = []  # of a report that has begun
+    with open(read, "rb") as lines:
+        for line in chain(lines, [b""]):
+            held.append(line)
+            # The longest report of a failure has 8 lines.
+            if held[0] == _RULE and line and len(held) < 12 and (line != _RULE or len(held) == 1):
+                continue
+            text = b"".join(held)
+            if not (line == _RULE and re.search(_STOPPED, text)):
+                with suppress(OSError):  # nobody reads it
+                    os.write(2, text)
+            held.clear()
 
 
 # A function as a command --------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def find_checkpoint(
         check_fit(state, model)
     except UsageError as error:
         raise UsageError(f"{path} does not fit {_describe(model_spec)}: {error}") from error
-    report.line(f"resuming from {path}")
+    report.line(f"resuming from {path}: epoch {state['epoch'] + 1}, step {state['step']}")
     return state
 
 

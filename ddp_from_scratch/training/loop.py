@@ -228,8 +228,9 @@ class Trainer(Engine):
         loss, correct, count = self._totals_of_all().tolist()
         loss, train_accuracy = loss / count, correct / count
         self._evaluate()
+        shown = f"{loss:.4f}" if loss < 1e6 else f"{loss:.3e}"
         self.report.line(
-            f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {loss:.4f}  "
+            f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {shown}  "
             f"train {train_accuracy:.2%}  test {self.test_accuracy:.2%}  "
             f"{self.images_per_second:,.0f} images/s"
         )

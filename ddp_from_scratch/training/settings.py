@@ -115,7 +115,9 @@ class Command:
 class Settings:
     """The settings of a training run. A wrong value raises a UsageError that names the option."""
 
-    backend: str = _processes("gloo and mpi: CPUs; nccl: GPUs", "gloo", choices=BACKENDS)
+    backend: str = _processes(
+        "gloo and mpi: CPUs; nccl: GPUs", "gloo", choices=BACKENDS, type=str.lower
+    )
     elastic: bool = _processes(
         "survive lost ranks and machines: continue with the others and restart theirs; with gloo, "
         "without a launcher",

@@ -144,7 +144,8 @@ class Timeline(Recorder):
                 result = write()
         # Any error, such as one of matplotlib, since the other ranks wait for the result.
         except Exception as error:  # noqa: BLE001
-            text, caught = f"cannot write the timeline to {self.folder}: {one_line(error)}", error
+            text = f"cannot write the timeline to {self.folder}: {one_line(error)}; "
+            text, caught = f"{text}give a folder that can be written", error
         result, text = gather_objects((result, text), self._group)[0]
         if text:
             raise (UsageError if caught else PeerError)(text) from caught

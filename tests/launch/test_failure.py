@@ -69,7 +69,7 @@ def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(launcher, backend, num
     for number in numbers:
         arguments = ["--checkpoint-dir", str(tmp_path), "--resume", "auto"]
         with Run(*command, *arguments, TMPDIR=str(tmp_path)) as run:
-            run.wait_for("epoch ")
+            run.wait_for("  loss ")
             if step:
                 assert f"resuming from {tmp_path}/checkpoint-{step:06d}.pt" in run.out
             run.signal(number)
@@ -79,6 +79,7 @@ def test_a_signal_leaves_a_checkpoint_that_can_be_resumed(launcher, backend, num
                 assert code == 128 + number
                 assert "Traceback" not in run.text
                 assert run.err.count("stopping all ranks; once more ends them at once") == 1
+                assert "Exit code" not in run.err  # of mpirun's report
             saved = re.search(r"stopped in epoch .*; saved (\S+): --resume auto continues", run.out)
             assert saved, run.text
             now = int(Path(saved[1]).stem.removeprefix("checkpoint-"))

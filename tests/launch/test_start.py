@@ -12,7 +12,7 @@ import pytest
 
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch import agent
-from ddp_from_scratch.launch.start import _run_folder
+from ddp_from_scratch.launch.start import _run_folder, _without_report_of_stop
 from tests.support.failing_run import Run
 
 
@@ -52,6 +52,33 @@ def test_a_stopped_process_is_known_by_its_state():
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         assert agent._is_stopped(process)
         process.kill()
+
+
+RULE = 74 * "-"
+REPORT = f"""{RULE}
+prterun detected that one or more processes exited with non-zero status,
+thus causing the job to be terminated. The first process to do so was:
+
+   Process name: [prterun-host-1@1,0]
+   Exit code:    %d
+{RULE}
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "passed_on"),
+    [
+        (f"a\n{REPORT % 138}b\n", "a\nb\n"),
+        (REPORT % 1 + REPORT % 138, REPORT % 1),
+        (f"{RULE}\nprterun noticed that\nsignal 10 (User defined signal 1).\n{RULE}\n", ""),
+        (f"{RULE}\n{REPORT % 1}", f"{RULE}\n{REPORT % 1}"),  # a rule of the program's
+        (f"{RULE}\nExit code: 138\nno end", f"{RULE}\nExit code: 138\nno end"),
+    ],
+)
+def test_only_mpiruns_report_of_a_stop_is_left_out(said, passed_on, capfd):
+    with _without_report_of_stop() as stderr:
+        os.write(stderr, said.encode())
+    assert capfd.readouterr().err == passed_on
 
 
 PARENT = """

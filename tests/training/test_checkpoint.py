@@ -129,7 +129,7 @@ def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
     bad.write_bytes(damaged)
     assert newest(tmp_path)["step"] == 1
     told = capsys.readouterr()
-    assert told.out == f"resuming from {good}\n"
+    assert told.out == f"resuming from {good}: epoch 1, step 1\n"
     assert told.err == (
         f"warning: {bad} is damaged: its bytes are not those that were written (sha256 differs); "
         f"using checkpoint-000001.pt instead\n"
