@@ -3,7 +3,9 @@
 import argparse
 import ast
 import atexit
+import re
 import threading
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -78,26 +80,29 @@ def defined(tree):
 
 
 def used():
-    """Paths below imports, and private attributes of anything else but the library's."""
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    paths, attributes = set(), set()
-    for tree in trees:
-        imported = imports(tree)
-        paths |= set(imported.values())
+    """Paths below imports, and private attributes of anything else, each with its files."""
+    trees = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
+    paths, attributes = defaultdict(set), defaultdict(set)
+    for file, tree in trees.items():
+        imported, name = imports(tree), str(file.relative_to(PACKAGE))
+        for path in imported.values():
+            paths[path].add(name)
         for node in ast.walk(tree):
             if path := path_of(node, imported):
-                paths.add(path)
+                paths[path].add(name)
             elif isinstance(node, ast.Attribute):
-                attributes.add(node.attr)
-    attributes -= {name for tree in trees for name in defined(tree)}
-    paths -= {"os._exit"}  # documented
-    attributes -= {"_asdict", "_replace"}  # of a named tuple
-    return paths, set(filter(is_private, attributes))
+                attributes[node.attr].add(name)
+    ours = {name for tree in trees.values() for name in defined(tree)}
+    ours |= {"_asdict", "_replace", "os._exit"}  # of a named tuple; documented
+    return [
+        {name: files for name, files in found.items() if is_private(name) and name not in ours}
+        for found in (paths, attributes)
+    ]
 
 
 def test_this_torch_has_them_all():
     paths, attributes = used()
-    assert attributes == {expression.rpartition(".")[2] for expression in ATTRIBUTES}
+    assert {*attributes} == {expression.rpartition(".")[2] for expression in ATTRIBUTES}
     ignoring = torch.nn.Linear(1, 1)
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         ignoring, ["weight"]
@@ -111,3 +116,17 @@ def test_this_torch_has_them_all():
         except AttributeError:
             lost += [name] if torch.__version__ >= SINCE.get(name, "") else []
     assert lost == [], f"torch {torch.__version__} has lost them"
+
+
+def test_the_page_lists_them_with_their_files():
+    paths, attributes = used()
+    whole = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
+    in_code = {path.rpartition(".")[2]: paths[path] for path in whole} | attributes
+    page = (PACKAGE.parent / "docs" / "private-names.md").read_text()
+    rows = re.findall(r"^\| (`.*?`) \| (`.*?`) \|", page, re.MULTILINE)
+    listed = [
+        (re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", files)) for names, files in rows
+    ]
+    assert sorted(name for names, _ in listed for name in names) == sorted(in_code)
+    for names, files in listed:
+        assert set().union(*(in_code[name] for name in names)) == set(files), names

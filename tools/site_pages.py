@@ -47,6 +47,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {
             "Reference": [
                 "docs/reference.md",
+                "docs/private-names.md",
                 {"Code": [f"{room}/README.md" for room in _names(_rooms())]},
             ]
         },
