@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ddp_from_scratch
 from tests.support.ranks import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -97,6 +98,13 @@ def test_torch_finds_the_node_backend_without_an_import(tmp_path):
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = python("-c", WITHOUT_AN_IMPORT, folder=tmp_path, PYTHONPATH=path)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_version_is_the_same_everywhere():
+    version = re.escape(ddp_from_scratch.__version__)
+    assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    newest = (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2]
+    assert re.match(rf"{version}, (unreleased|\d{{4}}-\d\d-\d\d)\n", newest)
 
 
 def test_the_packages_page_shows_the_readmes_example_and_links_nowhere_relative():

@@ -51,7 +51,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
                 {"Code": [f"{room}/README.md" for room in _names(_rooms())]},
             ]
         },
-        {"Change it": ["CONTRIBUTING.md", "CHANGELOG.md"]},
+        {"Change it": ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md"]},
     ]
     config.nav = [tab for tab in config.nav if any(tab.values())]
     return config

@@ -10,6 +10,8 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    ROOT / "AGENTS.md",
     ROOT / "benchmarks" / "README.md",
     ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
