@@ -1,7 +1,7 @@
 """The Reducer with its options, each an extension of `core/reducer.py` in its own file."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Literal
 
 import torch
@@ -299,18 +299,6 @@ class Reducer(CoreReducer):
     def _check_idle(self, text: str) -> None:
         if any(bucket.begun for bucket in self.all_buckets):
             raise RuntimeError(text)
-
-    @contextmanager
-    def averaging_with(self, hook: CommHook) -> Iterator[None]:
-        """Uses a comm hook inside the context that may leave gradients local (`shards.py`)."""
-        before, state = self.sender.hook, self.sender.state
-        if self._virtual_ranks is None and before is not average:
-            raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        self.sender.set_hook(hook, state)
-        try:
-            yield
-        finally:
-            self.sender.set_hook(before, state)
 
     @property
     def tree_reduction(self) -> TreeReduction | None:

@@ -56,16 +56,14 @@ class FlatOptimizer(torch.optim.Optimizer):
     `load_state_dict()` and deep copies are not affected. A copy of the optimizer (deep or pickled)
     has no Reducer and steps one by one.
 
-    With `shard` the ranks divide phase 2, and parameters are those of `shard="none"`, to the last
-    bit if the world size is a power of two, else to rounding. `backward_and_step` then averages
-    nothing in `.grad`, which is None afterwards (except sparse gradients). With `backward()` and
-    `step()`, `.grad` holds averages in between, which may be clipped or unscaled. The first step
-    compares the parameters over all ranks.
+    With `shard` the ranks divide phase 2, with equal results (`shards.py`). `backward_and_step`
+    then averages nothing in `.grad`, which is None afterwards (except sparse gradients). With
+    `backward()` and `step()`, `.grad` holds averages in between, which may be clipped or unscaled.
+    The first step compares the parameters over all ranks.
 
-    - "node": the ranks of a machine have one copy of parameters and state, in shared memory. No
-      forward or backward pass sees a half-written parameter. If a program writes to a parameter,
-      all ranks of the machine see it: let all write the same values, or let one rank write, with a
-      barrier (`dist.barrier()`) before and after.
+    - "node": the ranks of a machine have one copy of parameters and state, in shared memory. If a
+      program writes to a parameter, all of them see it: let all write the same values, or let one
+      rank write, with a barrier (`dist.barrier()`) before and after.
     - "world": every rank has all parameters, and 1/n of the state: `state[parameter]` holds this
       rank's part, flat. `state_dict()` gathers it, so all ranks must call it.
 
@@ -119,12 +117,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
-        self.shard = shard
+        self.shard, self._runs = shard, dict[Bucket, list[FlatParams]]()
         name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
-        options = {"overlap": True} if overlap_forward else {}
-        self._shards = SHARDS[shard](name, reducer, self._rule, **options)
+        self._shards = SHARDS[shard](name, reducer, self._rule, overlap_forward)
         self._check_groups()
-        self._runs: dict[Bucket, list[FlatParams]] = {}
 
     _add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
     zero_grad = _without_dynamo(torch.optim.Optimizer.zero_grad)
@@ -145,8 +141,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         if self.shard == "world":
             raise TypeError(
-                f"{type(self).__name__} has only this rank's share of the state, which "
-                f"cannot be copied: use state_dict()"
+                "the optimizer has only this rank's share of the state, which cannot be copied: "
+                "use state_dict()"
             )
         return super().__getstate__()
 
@@ -193,30 +189,26 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Runs `loss.backward()` and `step()` in one, and steps each bucket when it has landed.
 
         The first buckets step while the last are in flight. The result is that of the two calls,
-        bit for bit. Use the two calls for GradScaler, which must see every gradient before the
-        first parameter changes. So must clipping: with `max_norm`, the step begins when the last
-        bucket has landed, and all gradients are scaled by one factor so that their global 2-norm
-        is at most `max_norm`. Then it returns the norm before that, a float64 tensor of shape ();
-        its bits are the same for every `shard`.
+        bit for bit. Use the two calls for GradScaler, which must see all gradients before the first
+        parameter changes. So must clipping: with `max_norm`, the step begins when the last bucket
+        has landed, and all gradients are scaled so that their global 2-norm is at most `max_norm`.
+        It returns the norm before that, of float64 and shape (), with the same bits for each
+        `shard`.
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
                 `no_sync()`; nothing was stepped.
-
-        Follows: torch.nn.utils.clip_grad_norm_.
         """
         if self._reducer is None:
-            name = type(self).__name__
-            raise RuntimeError(f"a copy of a ddp.{name} has no Reducer: call backward() and step()")
-        self._check_groups()
+            kind = type(self).__name__
+            raise RuntimeError(f"a copy of a ddp.{kind} has no Reducer: call backward() and step()")
         self._arrange()
-        norm = None
+        norm, backward = None, _BackwardAndStep(loss, self, self._reducer, steps=max_norm is None)
         with self._shards.averaging(max_norm is not None):
             if max_norm is None:
-                # Calls `step`, so that hooks and schedulers see one step.
-                self.step(_BackwardAndStep(loss, self, self._reducer))
+                self.step(backward)  # so that hooks and schedulers see one step
             else:
-                _BackwardAndStep(loss, self, self._reducer, steps=False)()
+                backward()
                 norm = self._clip(max_norm)
                 self.step()
         if self.shard != "none":
@@ -239,7 +231,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             squares = squares + values.abs().double().square().sum()
         norm = squares.sqrt()
-        # As torch.nn.utils.clip_grad_norm_.
+        # As in torch.nn.utils.clip_grad_norm_.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for run in chain.from_iterable(runs):
             run.scale_gradients(factor)
@@ -259,7 +251,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     def _check_groups(self) -> None:
         groups = (group for bucket in self._buckets for group in self._groups_of(bucket))
-        if self.shard != "none" and any(group is None for group in groups):
+        if self.shard != "none" and None in groups:
             raise ValueError(
                 "params must hold all of the reducer's parameters: the gradient of another one "
                 "would not be averaged"
@@ -273,6 +265,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):
             return
+        self._check_groups()
         self._shards.before_arranging()
         before = list(self._runs.values())
         # Includes parameters in no bucket, which may share memory with one that would move.
@@ -318,8 +311,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         ]
 
     def _groups_of(self, bucket: Bucket) -> list[int | None]:
-        groups = enumerate(self.param_groups)
-        index_of = {id(p): index for index, group in groups for p in group["params"]}
+        index_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         return [index_of.get(id(parameter)) for parameter in bucket.parameters()]
 
     # 2. step each run ---------------------------------------------------------------------------
@@ -349,7 +341,7 @@ class _BackwardAndStep(Extension):
     """The closure of `backward_and_step`, which `steps` buckets during `backward()`."""
 
     def __init__(
-        self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, steps: bool = True
+        self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, steps: bool
     ) -> None:
         self._loss, self._optimizer, self._reducer = loss, optimizer, reducer
         self._steps, self._averaged = steps, False

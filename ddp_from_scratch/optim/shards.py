@@ -14,8 +14,8 @@ r"""Which part of a step each rank does: all of it, or a share whose results all
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -27,7 +27,7 @@ from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.common.group import all_gather_single, of_member, wait
 from ddp_from_scratch.common.memory import in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
-from ddp_from_scratch.core.comm_hooks import OnGPU
+from ddp_from_scratch.core.comm_hooks import OnGPU, average
 from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
@@ -50,8 +50,8 @@ class NoShards:
 
     cuts = False  # True if a chunk of a run's gradient may begin at any cache line of it
 
-    def __init__(self, name: str, reducer: Reducer | None, rule: UpdateRule) -> None:
-        self._name, self._reducer, self._rule = name, reducer, rule
+    def __init__(self, name: str, reducer: Any, rule: UpdateRule, overlap: bool = False) -> None:
+        self._name, self._of, self._rule, self._overlap = name, reducer, rule, overlap
 
     def before_arranging(self) -> None: ...
     def places(self, bucket: Bucket) -> Allocate:
@@ -101,9 +101,10 @@ class NoShards:
 class Shards(NoShards):
     """Each rank steps a share. After `backward_and_step` no rank has the averages."""
 
-    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule) -> None:
-        super().__init__(name, reducer, rule)
-        self._of, self._checked = reducer, False
+    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
+        super().__init__(name, reducer, rule, overlap)
+        self._of: Reducer
+        self._checked = False
         self._group = reducer.sender.group()
         shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
         for bucket in self._buckets:
@@ -140,6 +141,19 @@ class Shards(NoShards):
                     f"its .data was replaced after {self._name} was made"
                 )
 
+    @contextmanager
+    def averaging_with(self, hook: CommHook) -> Iterator[None]:
+        """Uses a comm hook inside the context that may leave gradients local."""
+        sender = self._of.sender
+        before, state = sender.hook, sender.state
+        if self._of.tree_reduction is None and before is not average:
+            raise RuntimeError("gradients that stay local cannot go through a comm hook")
+        sender.set_hook(hook, state)
+        try:
+            yield
+        finally:
+            sender.set_hook(before, state)
+
     def members(self, run: FlatParams) -> list[int]:
         """Returns the members that have gradients, after copying these into their buckets."""
         if self._of.joining:
@@ -167,8 +181,8 @@ class NodeShards(Shards):
 
     cuts = True
 
-    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule) -> None:
-        super().__init__(name, reducer, rule)
+    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
+        super().__init__(name, reducer, rule, overlap)
         reducer.check_free(name)
         group = self._group
         if not isinstance(group, SharedMemoryGroup):
@@ -193,7 +207,7 @@ class NodeShards(Shards):
         if clips or self._of.sender.sums:  # `step` needs the averages, or sums
             return nullcontext()
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
-        return self._of.averaging_with(_keep_local)
+        return self.averaging_with(_keep_local)
 
     def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
         if not run.gradient.numel():
@@ -226,17 +240,14 @@ class WorldShards(Shards):
     the parts of its gradients, which have no gaps, may differ in size.
     """
 
-    def __init__(
-        self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool = False
-    ) -> None:
-        super().__init__(name, reducer, rule)
+    def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
+        super().__init__(name, reducer, rule, overlap)
         self._rank, self._size = self._group.rank(), self._group.size()
         # By bucket: its parameters, and where the part of each rank begins in its gradients.
         self._flats: dict[Bucket, torch.Tensor] = {}
         self._bounds: dict[Bucket, list[int]] = {}
         # The all-gathers under way. With `overlap`, forward passes wait for them.
         self._arriving: dict[Bucket, dist.Work | None] = {}
-        self._overlap = overlap
         if overlap:
             ForwardWaits(reducer.module, self.synchronize)
 
@@ -273,7 +284,7 @@ class WorldShards(Shards):
                 run.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
-        return self._of.averaging_with(self._make_hook(self._of.tree_reduction))
+        return self.averaging_with(self._make_hook(self._of.tree_reduction))
 
     def _make_hook(self, tree: Any) -> CommHook:
         """Returns a comm hook that averages only this rank's part of each bucket."""
