@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.common.errors import CommunicationError, UsageError
     from ddp_from_scratch.launch.start import start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
+    from ddp_from_scratch.optim.muon import Muon
     from ddp_from_scratch.options import comm_hooks, power_sgd
     from ddp_from_scratch.reducer import Reducer
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
@@ -39,6 +40,7 @@ __all__ = [
     "CommunicationError",
     "DistributedDataParallel",
     "JoinableReducer",
+    "Muon",
     "Reducer",
     "SyncBatchNorm",
     "UsageError",
@@ -64,6 +66,7 @@ _MODULES = {
     "CommunicationError": "common.errors",
     "DistributedDataParallel": "torch_ddp.wrapper",
     "JoinableReducer": "torch_ddp.join",
+    "Muon": "optim.muon",
     "Reducer": "reducer",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "common.errors",

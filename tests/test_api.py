@@ -38,7 +38,7 @@ ROOMS = {
 
 PUBLIC = [
     *("SGD", "Adam", "AdamW", "CommunicationError", "DistributedDataParallel", "JoinableReducer"),
-    *("Reducer", "SyncBatchNorm", "UsageError", "World"),
+    *("Muon", "Reducer", "SyncBatchNorm", "UsageError", "World"),
     *("broadcast_buffers", "broadcast_parameters", "check_sync", "comm_hooks"),
     *("convert_sync_batchnorm", "elastic", "join", "power_sgd", "process_group", "start_ranks"),
     "timeline",
@@ -49,7 +49,14 @@ def test_public_names_are_these_and_have_docstrings():
     assert ddp.__all__ == PUBLIC
     assert (PACKAGE / "py.typed").exists()
     documented = {name: getattr(ddp, name) for name in PUBLIC}
-    for name in ("Reducer", "DistributedDataParallel", "JoinableReducer", "SGD", "SyncBatchNorm"):
+    for name in (
+        "Reducer",
+        "DistributedDataParallel",
+        "JoinableReducer",
+        "Muon",
+        "SGD",
+        "SyncBatchNorm",
+    ):
         methods = vars(documented[name]).items()
         documented |= {f"{name}.{m}": value for m, value in methods if not m.startswith("_")}
     assert [name for name, value in documented.items() if not inspect.getdoc(value)] == []

@@ -37,9 +37,9 @@ class Extension:
     - averaged: `on_average` comes on every rank; iteration 1 is the first average. `takes_part` is
       False without data inside `join()`, and if `backward()` is about to raise. `error` returns
       what `backward()` must raise on this rank.
-    - between: `on_step` comes before an optimizer steps a parameter, `on_set_step` before the first
-      step of new ranks, `on_abort` when a step is dropped, `remove` when the Reducer is removed
-      from its module.
+    - between: `on_step` comes before an optimizer steps a parameter, `on_stepped` after that unless
+      it has raised, `on_set_step` before the first step of new ranks, `on_abort` when a step is
+      dropped, `remove` when the Reducer is removed from its module.
 
     `on_all_launched`, `used` and `on_average` may communicate: every rank comes there.
     `before_end`, `on_set_step` and `on_abort` must not.
@@ -86,6 +86,7 @@ class Extension:
         return None
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def on_stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
     def on_set_step(self) -> None: ...
     def on_abort(self) -> None: ...
     def remove(self) -> None: ...

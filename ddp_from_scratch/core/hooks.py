@@ -7,7 +7,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 Handle = torch.utils.hooks.RemovableHandle
 # Autograd's number for the backward pass that this thread executes; -1 outside of backward.
@@ -18,7 +21,7 @@ class Hooks:
     """The hooks of one Reducer, which is held weakly.
 
     They call `reducer.ready` with a weak reference, an index and the parameter when the `.grad` of
-    that parameter is complete, and its extensions before an optimizer steps one. `nodes` are the
+    that parameter is complete, and its extensions before and after an optimizer steps one. `nodes` are the
     autograd nodes that accumulate the gradients. `handles` are those of the parameters, and then
     those of the module, which the Reducer adds.
     """
@@ -65,15 +68,18 @@ _living: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 @cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(partial(_tell, "on_step"))
+    register_optimizer_step_post_hook(partial(_tell, "on_stepped"))
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+def _tell(phase: str, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     for reducer in [*_living.values()]:
+        if not reducer.calls[phase]:
+            continue
         # No Python call for each parameter: every Reducer checks every step of every optimizer.
         steps = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         if not reducer.hooks.ids.isdisjoint(map(id, steps)):
-            for call in reducer.calls["on_step"]:
+            for call in reducer.calls[phase]:
                 call(optimizer)
 
 

@@ -312,6 +312,8 @@ class VirtualRanks(Extension):
             raise RuntimeError(
                 f"the optimizer steps before virtual ranks {self._due} of this rank have run"
             )
+
+    def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._due:
             self._before = None
 

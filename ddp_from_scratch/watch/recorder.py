@@ -16,7 +16,6 @@ bucket's communication has three parts:
 """
 
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -84,9 +83,6 @@ class Recorder(Extension):
         self.marks = Marks(device)
         self.step: StepMarks | None = None  # the current step; None records nothing
         self._in_backward = False
-        # By optimizer, the function that removes its post-step hook.
-        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Callable[[], object]]
-        self._optimizers = weakref.WeakKeyDictionary()
 
     def begin(self, step: StepMarks) -> None:
         self.step = step
@@ -147,12 +143,10 @@ class Recorder(Extension):
             self.step.launched = True
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if optimizer not in self._optimizers:
-            # Weak, and removed with this recorder, since the optimizer may outlive the Reducer.
-            this = weakref.proxy(self)
-            handle = optimizer.register_step_post_hook(lambda *_: this.note("stepped"))
-            self._optimizers[optimizer] = weakref.finalize(self, handle.remove)
         self.note("step")
+
+    def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.note("stepped")
 
 
 # Times, in ms on one clock ----------------------------------------------------------------------

@@ -75,8 +75,8 @@ class Timeline(Recorder):
         if self._open:
             self._open, self.step = False, None
             self._reducer.remove_extension(self)
-            for remove in (*self._optimizers.values(), *(h.remove for h in self._handles)):
-                remove()
+            for handle in self._handles:
+                handle.remove()
 
     # The steps ----------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ with ddp.process_group("gloo") as world:
         torch.nn.Linear(16, 4),
     )
     reducer = ddp.Reducer(model, virtual_ranks=8, bucket_cap_mb=0, **{options})
-    optimizer = ddp.AdamW(model.parameters(), lr=0.05, reducer=reducer)
+    optimizer = {optimizer}
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     run = ddp.elastic(world, reducer, optimizer, scheduler)
 
@@ -68,11 +68,17 @@ with ddp.process_group("gloo") as world:
     for tensor in model.state_dict().values():
         text.update(tensor.numpy().tobytes())
     for state in optimizer.state_dict()["state"].values():
-        text.update(state["exp_avg"].numpy().tobytes())
+        text.update(state[sorted(state)[0]].numpy().tobytes())
     (out / f"way-{{me}}").write_text(reducer.stats().transport)
     place = f"{{world.rank}} of {{run.world.world_size}}" if me == 0 else ""
     (out / f"end-{{me}}").write_text(f"{{text.hexdigest()}} {{scheduler.last_epoch}} {{place}}")
 """
+ADAMW = "ddp.AdamW(model.parameters(), lr=0.05, reducer=reducer)"
+# Its step waits for other ranks, so a rank that is lost before it breaks that step.
+MUON = """ddp.Muon([
+        {"params": [model[0].weight, model[3].weight]},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "use_muon": False},
+    ], lr=0.05, reducer=reducer)"""
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +87,11 @@ def as_many_threads_as_here(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
-def ends(out, fault, nproc=3, max_restarts=3, code=0, **options):
+def ends(out, fault, nproc=3, max_restarts=3, code=0, optimizer=ADAMW, **options):
     """What each process that came to the end had: checksum, steps of the scheduler."""
     out.mkdir()
     fault = textwrap.indent(fault, "    ").strip()
-    program = PROGRAM.format(fault=fault, options=options)
+    program = PROGRAM.format(fault=fault, options=options, optimizer=optimizer)
     command = [sys.executable, "-c", program, str(out)]
     assert start_ranks(command, [nproc], max_restarts=max_restarts) == code
     return [" ".join(file.read_text().split()[:2]) for file in sorted(out.glob("end-*"))]
@@ -94,8 +100,11 @@ def ends(out, fault, nproc=3, max_restarts=3, code=0, **options):
 @pytest.fixture(scope="module")
 def quiet(tmp_path_factory):
     """The end of a run of one rank, in this process: as under any launcher that replaces none."""
-    out = tmp_path_factory.mktemp("quiet")
-    program = PROGRAM.format(fault="pass", options={})
+    return of_one_rank(tmp_path_factory.mktemp("quiet"))
+
+
+def of_one_rank(out, optimizer=ADAMW):
+    program = PROGRAM.format(fault="pass", options={}, optimizer=optimizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["program.py", str(out)])
         exec(program, {"__name__": "__main__"})
@@ -111,6 +120,15 @@ def test_a_rank_that_is_killed_costs_no_bit(where, who, quiet, tmp_path):
     assert set(found) == {quiet}
     assert quiet.endswith(" 8")
     assert len(found) in (2, 3)  # the last steps may be over before another one has joined
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_in_muons_step_costs_no_bit(tmp_path):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    expected = of_one_rank(alone, MUON)
+    fault = "if (where, step, me) == ('averaged', 3, 1): die()"
+    assert set(ends(tmp_path / "out", fault, optimizer=MUON)) == {expected}
 
 
 # The others wait in step 5 until it wants to join: at the latest behind step 6 it is let in.
