@@ -21,7 +21,7 @@ class Hooks:
     """The hooks of one Reducer, which is held weakly.
 
     They call `reducer.ready` with a weak reference, an index and the parameter when the `.grad` of
-    that parameter is complete, and its extensions before and after an optimizer steps one. `nodes` are the
+    that parameter is complete, and its extensions around an optimizer's step. `nodes` are the
     autograd nodes that accumulate the gradients. `handles` are those of the parameters, and then
     those of the module, which the Reducer adds.
     """

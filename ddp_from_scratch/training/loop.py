@@ -174,9 +174,10 @@ class Trainer(Engine):
             self.reducer.run_virtual_ranks(run)
         if self.membership.elastic:
             wait(dist.all_reduce(totals, async_op=True))
-        # Nothing communicates from here on, so a step that a lost rank aborts changes nothing.
-        self.totals += totals
+        # Muon's step communicates, but before it changes anything. Nothing communicates after that,
+        # so a step that a lost rank aborts changes nothing.
         self.scaler.step(self.optimizer)
+        self.totals += totals
         before = self.scaler.get_scale() if self.power_sgd is not None else 1.0
         self.scaler.update()
         if self.power_sgd is not None and (scale := self.scaler.get_scale()) != before:
