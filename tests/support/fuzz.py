@@ -190,8 +190,10 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     reduce = "mean" if hook or once_in(2) else "sum"
     if reduce == "sum":
         operations = tuple(with_all_ranks(op) for op in operations)
-    same = flat and regular and writes is None and "bfloat16" not in dtypes
-    can_divide = same and steps_with_averages(operations)
+    # All ranks step in the same way, as Muon and shards need.
+    alike = flat and regular and writes is None and steps_with_averages(operations)
+    muon = alike and once_in(3)
+    can_divide = alike and not muon and "bfloat16" not in dtypes
     switches = ["gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers"]
     switches.append("check_finite")
     return Case(
@@ -210,7 +212,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         reduce=reduce,
         checkpoint=one_of(None, None, "not reentrant", *["reentrant"] * regular),
         batch_norm=batch_norm,
-        optimizer=one_of("SGD", "SGD", "AdamW"),
+        optimizer="Muon" if muon else one_of("SGD", "SGD", "AdamW"),
         flat=flat,
         shard=one_of("none", *["world", *["node"] * shared_memory] * can_divide),
         shared_memory=shared_memory,
@@ -228,7 +230,7 @@ def with_all_ranks(op: Any) -> Any:
 
 
 def steps_with_averages(operations: tuple[Any, ...]) -> bool:
-    """Whether one copy of the parameters is enough: all ranks step it in the same way."""
+    """Whether all ranks step in the same way, with averages."""
     local = False
     for op in operations:
         if isinstance(op, Join | Move | Freeze) or (local and isinstance(op, Step)):
@@ -294,11 +296,16 @@ def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
 
 
 def gpu_cases(world_size: int) -> Any:
-    """Without what is refused on a GPU, and without ranks that do not meet: a launch waits here."""
+    """Without what is refused on a GPU, and without ranks that do not meet: a launch waits here.
+
+    And without Muon: a GPU's products of bfloat16 are too far from those of one process.
+    """
 
     def on_gpu(case: Case) -> Case:
         shard = "world" if case.shard == "node" else case.shard
-        return replace(case, fuse_wgrad=False, divided=False, shard=shard)
+        optimizer = "SGD" if case.optimizer == "Muon" else case.optimizer
+        options = {"fuse_wgrad": False, "divided": False, "shard": shard, "optimizer": optimizer}
+        return replace(case, **options)
 
     return cases(world_size).map(on_gpu)
 

@@ -147,7 +147,7 @@ class Case:
     check_finite: bool = False  # of a bare `Reducer`
     checkpoint: str | None = None  # "reentrant" or "not reentrant"
     batch_norm: bool = False  # of all ranks' inputs; below it is a parameter of branch 0 (`First`)
-    optimizer: str = "SGD"
+    optimizer: str = "SGD"  # or "AdamW"; or, with `flat`, "Muon"
     flat: bool = False  # an optimizer of this library
     fuse_wgrad: bool = False  # layers are `nn.Linear` and `nn.Embedding` in turn
     shard: str = "none"  # of a flat optimizer
@@ -346,6 +346,32 @@ def loss_of(graph: dict[int, Any], outputs: str = "all") -> torch.Tensor:
     return torch.stack(chosen).sum() if chosen else torch.zeros(())
 
 
+class Both:
+    """torch.optim.Muon and torch.optim.AdamW as one optimizer, for `muon_groups`."""
+
+    def __init__(self, matrices: dict[str, Any], others: dict[str, Any]) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.Muon([matrices])]
+        if others["params"]:
+            self.optimizers.append(torch.optim.AdamW([others], fused=True))
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+
+def muon_groups(case: Case, parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
+    """The matrices, and all else for AdamW."""
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    # Orthogonal matrices show each rounding of bfloat16, and of a gradient near 0.
+    muon = {"params": matrices, "lr": LR / 4, "momentum": case.momentum, "eps": 0.1}
+    return [muon, {"params": others, "use_muon": False, "lr": LR, "eps": 0.1}]
+
+
 class Player:
     """One rank of a case, whose gradients nobody averages."""
 
@@ -367,6 +393,8 @@ class Player:
         """Wraps the model."""
 
     def make_optimizer(self) -> Any:
+        if self.case.optimizer == "Muon":
+            return Both(*muon_groups(self.case, self.parameters))
         return TORCHS[self.case.optimizer](self.parameters, **self.case.optimizer_settings)
 
     def no_sync(self) -> Any:
@@ -495,6 +523,10 @@ class Ours(Player):
     def make_optimizer(self) -> Any:
         if not self.case.flat:
             return super().make_optimizer()
+        if self.case.optimizer == "Muon":
+            groups = [g for g in muon_groups(self.case, self.parameters) if g["params"]]
+            # With torch's bits on every machine.
+            return ddp.Muon(groups, reducer=self.reducers[-1], ns_dtype=torch.bfloat16)
         settings = self.case.optimizer_settings | {"shard": self.case.shard}
         return getattr(ddp, self.case.optimizer)(
             self.parameters, reducer=self.reducers[-1], **settings
