@@ -217,7 +217,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         shard=one_of("none", *["world", *["node"] * shared_memory] * can_divide),
         shared_memory=shared_memory,
         halves=halves and draw(st.booleans()),
-        momentum=one_of(0.0, 0.0, 0.9),
+        momentum=one_of(0.0, 0.9 * muon, 0.9),
         writes=writes,
         seed=draw(st.integers(0, 99)),
         **{name: draw(st.booleans()) for name in switches},

@@ -548,7 +548,7 @@ class Ours(Player):
             case Weigh():
                 for reducer in self.reducers:
                     reducer.weight(op.amounts[self.rank])
-            case BackwardAndStep() if self.case.flat:
+            case BackwardAndStep() if self.case.flat and self.case.optimizer != "Muon":
                 self.optimizer.backward_and_step(loss_of(self.graphs[-1]))
                 self.graphs = []
             case BackwardAndStep():
