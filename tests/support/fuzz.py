@@ -191,9 +191,9 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     if reduce == "sum":
         operations = tuple(with_all_ranks(op) for op in operations)
     # All ranks step in the same way, as Muon and shards need.
-    alike = flat and regular and writes is None and steps_with_averages(operations)
-    muon = alike and once_in(3)
-    can_divide = alike and not muon and "bfloat16" not in dtypes
+    in_step = flat and regular and writes is None and steps_with_averages(operations)
+    muon = in_step and once_in(3)
+    can_divide = in_step and not muon and "bfloat16" not in dtypes
     switches = ["gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers"]
     switches.append("check_finite")
     return Case(
