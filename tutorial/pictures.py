@@ -26,7 +26,8 @@ def timelines(path, panels):
         for place, spans in enumerate(rows.values()):
             for what, begin, end in spans:
                 bar = [(begin, end - begin)], (place - 0.4, 0.8)
-                axes.broken_barh(*bar, color=COLOURS[what], linewidth=0)
+                edge = {"edgecolor": "white", "linewidth": 0.5 if what == "travels" else 0}
+                axes.broken_barh(*bar, facecolor=COLOURS[what], **edge)
                 kinds.add(what)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_yticks(range(len(rows)), rows)
@@ -56,7 +57,9 @@ def bars(path, panels, log=False):
             base = [low + high for low, high in zip(base, heights, strict=True)]
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_ylabel(unit)
-        axes.set_yscale("log" if log else "linear")
+        if log:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:.0e}")  # 1e-16, as the programs print it
         if len(parts) > 1:
             place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1), "ncols": 2}
             axes.legend(**place, frameon=False, fontsize=9)
@@ -83,13 +86,16 @@ def lines(path, title, across, up, points, curves, log=True):
     axes.set_xlabel(across)
     axes.set_ylabel(up)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)  # beside the curves, not on them
     _save(figure, path)
 
 
-def tables(path, panels):
-    """Draws tables: `{title: rows of (text, share)}`. A share of 0 to 1 is a shade of blue."""
-    figure = _figure(0.9 + 0.3 * max(len(rows) for rows in panels.values()))
+def tables(path, panels, shade):
+    """Draws tables: `{title: rows of (text, share)}`. A share of 0 to 1 is a shade of blue.
+
+    `shade` says below them what the shade means.
+    """
+    figure = _figure(1.2 + 0.3 * max(len(rows) for rows in panels.values()))
     if not figure:
         return
     for axes, (title, rows) in zip(
@@ -104,6 +110,7 @@ def tables(path, panels):
         first = axes is figure.axes[0]
         axes.set_yticks(range(len(rows)), [f"rank {y}" if first else "" for y in range(len(rows))])
         axes.tick_params(length=0)
+    figure.supxlabel(shade, fontsize=9)
     _save(figure, path)
 
 

@@ -69,7 +69,7 @@ def main():
     _, megabytes, (ring, torchs) = results[0]
     print(f"a million numbers: each rank sends {megabytes:.1f} MB")
     print(f"this ring {ring:.1f} ms, torch.distributed.all_reduce {torchs:.1f} ms")
-    pictures.tables(options.picture, panels)
+    pictures.tables(options.picture, panels, "darker: more ranks are in the sum")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,16 @@
 python -m tutorial.07_buckets.buckets
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from math import inf
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 import torch.distributed as dist
 
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.buckets import show
 
 WIDTH, LAYERS, BATCH, STEPS = 512, 8, 128, 20
 CAPS = 0, 1, 2, 4, inf  # MB
@@ -33,9 +34,9 @@ class Bucket:
         for view, parameter in zip(self.views, self.parameters, strict=True):
             torch.mul(parameter.grad, 1 / dist.get_world_size(), out=view)
 
-    def launch(self):
+    def launch(self, all_reduce):
         """Begins to sum the bucket over ranks."""
-        self.handle = dist.all_reduce(self.flat, async_op=True)
+        self.handle = all_reduce(self.flat, async_op=True)
 
     def unpack(self):
         """Waits for the sum, copies the means back, and makes the bucket ready for a new step."""
@@ -62,14 +63,14 @@ class DataParallel:
     A gradient passes five steps: ready, pack, launch, wait, unpack.
     """
 
-    def __init__(self, model, cap_mb):
+    def __init__(self, model, cap_mb, all_reduce=dist.all_reduce):
         parameters = list(model.parameters())
         for parameter in parameters:
             dist.broadcast(parameter.detach(), src=0)
         # Backward begins at the model's end: the last parameter is ready first.
         self.buckets = assign(parameters[::-1], cap_mb * 1024 * 1024)
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.launched = 0
+        self.launched, self.all_reduce = 0, all_reduce
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(self.on_ready)
 
@@ -78,7 +79,7 @@ class DataParallel:
         self.bucket_of[parameter].missing -= 1
         while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
             self.buckets[self.launched].pack()
-            self.buckets[self.launched].launch()
+            self.buckets[self.launched].launch(self.all_reduce)
             self.launched += 1
 
     def finish(self):
@@ -86,6 +87,30 @@ class DataParallel:
         for bucket in self.buckets:
             bucket.unpack()
         self.launched = 0
+
+
+class SlowWire:
+    """An assumed wire that takes no core: it holds each tensor for latency + bytes / bandwidth.
+
+    One tensor at a time, in its own thread. It adds nothing up: this is for times alone.
+    """
+
+    def __init__(self, latency, bandwidth):
+        self.latency, self.bandwidth = latency / 1e3, bandwidth * 1e9  # of ms, and of GB/s
+        self.thread, self.travels = ThreadPoolExecutor(1), []
+
+    def all_reduce(self, tensor, async_op):
+        """Returns at once, like `dist.all_reduce`; the handle waits until the wire is through."""
+        handle = torch.futures.Future()
+        self.thread.submit(self.hold, tensor.nbytes, handle)
+        return handle
+
+    def hold(self, size, handle):
+        """Sleeps for as long as the wire takes; a thread that sleeps needs no core."""
+        begin = perf_counter()
+        sleep(self.latency + size / self.bandwidth)
+        self.travels.append((begin, perf_counter()))
+        handle.set_result(None)
 
 
 def make_model():
@@ -96,7 +121,7 @@ def make_model():
 
 
 def train(model, module, finish):
-    """Trains; returns the median step's ms with and without backward, and the parameters."""
+    """Trains; returns when backward begins and ends and when `finish` ends, and the parameters."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3)
     steps = []
     for _ in range(STEPS):
@@ -104,44 +129,44 @@ def train(model, module, finish):
         optimizer.zero_grad()
         loss = (model(x) - 1).square().mean()
         dist.barrier()
-        begin = perf_counter()
+        marks = [perf_counter()]
         loss.backward()
-        backward = perf_counter()
+        marks.append(perf_counter())
         finish()
-        steps.append((1000 * (perf_counter() - begin), 1000 * (perf_counter() - backward)))
+        marks.append(perf_counter())
+        steps.append(marks)
         optimizer.step()
-    together, exposed = sorted(steps)[STEPS // 2]
-    parameters = torch.nn.utils.parameters_to_vector(module.parameters()).detach()
-    return together, exposed, parameters
+    return steps, torch.nn.utils.parameters_to_vector(module.parameters()).detach()
 
 
-def run():
-    """Returns for each cap the buckets, the ms, and whether torch's class gives the same bits."""
+def run(latency, bandwidth):
+    """Returns for each cap the steps on the wire and on gloo, and torch's class beside it."""
     results = []
     for cap in CAPS:
+        model, wire = make_model(), SlowWire(latency, bandwidth)
+        on_wire, _ = train(model, model, DataParallel(model, cap, wire.all_reduce).finish)
         model = make_model()
         ours = DataParallel(model, cap)
-        together, exposed, parameters = train(model, model, ours.finish)
+        on_gloo, parameters = train(model, model, ours.finish)
         theirs = make_model()
         limit = 1000 if cap == inf else cap or 1e-6  # some versions reject 0
         wrapped = torch.nn.parallel.DistributedDataParallel(theirs, bucket_cap_mb=limit)
-        of_torch, _, expected = train(wrapped, theirs, lambda: None)
-        results.append((len(ours.buckets), together, exposed, of_torch, parameters.equal(expected)))
+        of_torch, expected = train(wrapped, theirs, lambda: None)
+        same = parameters.equal(expected)
+        results.append((len(ours.buckets), on_wire, wire.travels, on_gloo, of_torch, same))
     return results
 
 
 def main():
-    """Prints and draws a row for each cap."""
-    options = read_options(__doc__, nproc=2)
-    print(" cap, MB  buckets  exposed ms  with backward ms  torch's  same bits")
-    bars = {}
-    for cap, row in zip(CAPS, start(run, options.nproc)[0], strict=True):
-        buckets, together, exposed, of_torch, same = row
-        name = "all in 1" if cap == inf else f"{cap:g}"
-        times = f"{exposed:11.1f} {together:17.1f} {of_torch:8.1f}"
-        print(f"{name:>8} {buckets:>8} {times}  {same}")
-        bars[name] = {"backward": together - exposed, "wait": exposed}
-    pictures.bars(options.picture, {("backward, then wait, by the buckets' cap in MB", "ms"): bars})
+    """Starts the ranks, and shows a row for each cap."""
+    options = read_options(
+        __doc__,
+        nproc=2,
+        latency=(1.0, "ms that each message takes on the assumed wire"),
+        bandwidth=(1.0, "GB/s of the assumed wire"),
+    )
+    rows = start(run, options.nproc, options.latency, options.bandwidth)[0]
+    show(dict(zip(CAPS, rows, strict=True)), options.picture)
 
 
 if __name__ == "__main__":
