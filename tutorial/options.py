@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 
-def read_options(about, nproc=None, **numbers):
-    """Reads --picture, --nproc if it has a default, and further options: `name=(default, help)`."""
+def read_options(about, nproc=None, **further):
+    """Reads --picture, --nproc if it has a default, and further options: `name=(default, help)`.
+
+    A default that is a list has the choices, the default first.
+    """
     main = sys.modules["__main__"]
     # A program started by its path has no spec.
     program = f"-m {main.__spec__.name}" if main.__spec__ else sys.argv[0]
@@ -19,8 +22,11 @@ def read_options(about, nproc=None, **numbers):
         few = range(2, 17)
         add = {"type": int, "choices": few, "default": nproc, "metavar": "N"}
         parser.add_argument("--nproc", **add, help="number of ranks, 2 to 16")
-    for name, (default, text) in numbers.items():
-        add = {"type": type(default), "default": default, "metavar": "N"}
+    for name, (default, text) in further.items():
+        if isinstance(default, list):
+            add = {"choices": default, "default": default[0]}
+        else:
+            add = {"type": type(default), "default": default, "metavar": "N"}
         parser.add_argument(f"--{name}", **add, help=text)
     picture = Path("tutorial-pictures") / f"{Path(main.__file__).stem}.png"
     add = {"type": Path, "default": picture, "metavar": "FILE"}

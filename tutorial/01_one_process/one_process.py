@@ -9,8 +9,8 @@ from time import perf_counter
 
 import torch
 
-from tutorial import pictures
 from tutorial.options import read_options
+from tutorial.show.one_process import show
 
 WIDTH, LAYERS, STEPS = 512, 8, 15
 
@@ -58,18 +58,10 @@ def train(batch):
 
 
 def main():
-    """Trains with three batch sizes; prints and draws what each needs."""
+    """Trains with three batch sizes, and shows what each needs."""
     options = read_options(__doc__)
     torch.set_num_threads(1)
-    measured = {batch: train(batch) for batch in (32, 128, 512)}
-    print(f"{'batch':<16}" + "".join(f"{batch:>10}" for batch in measured))
-    for unit, kind in (("ms", 0), ("MB", 1)):
-        for name in measured[32][kind]:
-            values = "".join(f"{result[kind][name]:10.1f}" for result in measured.values())
-            print(f"{name:<16}{values}  {unit}")
-    times = {f"batch {batch}": result[0] for batch, result in measured.items()}
-    memory = {f"batch {batch}": result[1] for batch, result in measured.items()}
-    pictures.bars(options.picture, {("time of a step", "ms"): times, ("memory", "MB"): memory})
+    show({batch: train(batch) for batch in (32, 128, 512)}, options.picture)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ python -m tutorial.02_same_gradient.same_gradient
 import torch
 from torch import nn
 
-from tutorial import pictures
 from tutorial.options import read_options
+from tutorial.show.same_gradient import show
 
 FEATURES, HIDDEN = 32, 64
 EQUAL, UNEQUAL = [16, 16, 16, 16], [40, 8, 8, 8]
@@ -32,7 +32,7 @@ def distance(model, x, y, sizes, weights=(1 / 4, 1 / 4, 1 / 4, 1 / 4)):
 
 
 def main():
-    """Prints and draws the distance for several ways to split a batch of 64 examples in four."""
+    """Shows the distance for several ways to split a batch of 64 examples in four."""
     options = read_options(__doc__)
     torch.manual_seed(0)
     x, y = torch.randn(64, FEATURES), torch.randn(64, 1)
@@ -47,10 +47,7 @@ def main():
         "unequal, weighted": distance(model, x, y, UNEQUAL, by_size),
         "equal, batch norm": distance(normalised, x, y, EQUAL),
     }
-    for what, far in found.items():
-        print(f"{what:<24}{far:.0e}")
-    names = {what.replace(", ", ",\n"): {"": far} for what, far in found.items()}
-    pictures.bars(options.picture, {("distance from the batch's gradient", ""): names}, log=True)
+    show(found, options.picture)
 
 
 if __name__ == "__main__":

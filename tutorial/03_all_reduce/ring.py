@@ -8,9 +8,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.ring import show
 
 
 def ring_all_reduce(tensor, after_step=lambda: None):
@@ -54,22 +54,9 @@ def run():
 
 
 def main():
-    """Prints and draws each step of the ring, and its times."""
+    """Starts the ranks, and shows each step of the ring, and its times."""
     options = read_options(__doc__, nproc=3)
-    results = start(run, options.nproc)
-    width = options.nproc + 1
-    heads = [f"rank {rank}".ljust(width * options.nproc) for rank in range(options.nproc)]
-    print(f"{'':<10}" + " | ".join(heads).rstrip())
-    panels = {}
-    for step, ranks in enumerate(zip(*(steps for steps, _, _ in results), strict=True)):
-        name = f"step {step}" if step else "begin"
-        cells = ["".join(f"{number:<{width}}" for number in chunks) for chunks in ranks]
-        print(f"{name:<10}" + " | ".join(cells).rstrip())
-        panels[name] = [[(n, str(n).count("1") / len(ranks)) for n in chunks] for chunks in ranks]
-    _, megabytes, (ring, torchs) = results[0]
-    print(f"a million numbers: each rank sends {megabytes:.1f} MB")
-    print(f"this ring {ring:.1f} ms, torch.distributed.all_reduce {torchs:.1f} ms")
-    pictures.tables(options.picture, panels, "darker: more ranks are in the sum")
+    show(start(run, options.nproc), options.picture)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from time import perf_counter, sleep
 import torch
 import torch.distributed as dist
 
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.send_recv import show
 
 
 def first_message():
@@ -53,17 +53,9 @@ def run():
 
 
 def main():
-    """Starts the ranks; prints and draws what they return."""
+    """Starts the ranks, and shows what they return."""
     options = read_options(__doc__, nproc=3)
-    results = start(run, options.nproc)
-    (sent, _), (received, waited) = results[0][0], results[1][0]
-    print(f"rank 0 sends {sent}")
-    print(f"rank 1 receives {received} after {waited:.0f} ms")
-    print("the sum of a million numbers of each rank, through rank 0")
-    for rank, (_, total, megabytes, ms) in enumerate(results):
-        print(f"rank {rank} has {total:.0f}, sent {megabytes:4.1f} MB, ready after {ms:5.1f} ms")
-    bars = {f"rank {rank}": {"": megabytes} for rank, (_, _, megabytes, _) in enumerate(results)}
-    pictures.bars(options.picture, {("sent in an all-reduce through rank 0", "MB"): bars})
+    show(start(run, options.nproc), options.picture)
 
 
 if __name__ == "__main__":

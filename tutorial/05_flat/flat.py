@@ -10,9 +10,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.flat import draw, show_line, show_ways
 
 SIZES = [4**power * 1000 for power in range(8)]  # bytes, to 16 MB
 GRADIENTS = [(256, 256), (256,)] * 24
@@ -93,36 +93,18 @@ def fit(sizes, times):
 
 
 def main():
-    """Prints times, the fitted line, and what it predicts; draws the times and the line."""
+    """Shows the times, the fitted line, and what it predicts."""
     options = read_options(__doc__, nproc=2)
     by_size, ways, same = start(run, options.nproc)[0]
-    medians, least = [median(times) for times in by_size], [min(times) for times in by_size]
-    latency, per_byte = fit(SIZES, medians)
-    line = [latency + per_byte * size for size in SIZES]
-    print(f"{'':<12}    least   median  on the line")
-    for size, *times in zip(SIZES, least, medians, line, strict=True):
-        print(f"{size / 1000:>9,.0f} kB " + "{:8.3f} {:8.3f} {:12.3f}  ms".format(*times))
-    print(f"latency {latency:.3f} ms, bandwidth {1e-6 / per_byte:.2f} GB/s")
+    latency, per_byte = fit(SIZES, [median(times) for times in by_size])
     total = sum(4 * torch.Size(shape).numel() for shape in GRADIENTS)
-    count = len(GRADIENTS)
     each, flat, division, copies = map(median, ways)
-    print(f"{count} gradients, {total / 1e6:.1f} MB, the same means both ways: {same}")
-    print(f"to divide them {division:.1f} ms, to copy them twice {copies:.1f} ms", end="")
-    print(f" (copy bandwidth {2e-6 * total / copies:.1f} GB/s)")
-    ours = count * latency + per_byte * total + division
-    print(f"one by one   {each:6.1f} ms, predicted {ours:6.1f}")
-    ours = latency + per_byte * total + division + copies
-    print(f"in one piece {flat:6.1f} ms, predicted {ours:6.1f}")
-    kilobytes = [size / 1000 for size in SIZES]
-    label = f"{latency:.2f} ms + bytes / ({1e-6 / per_byte:.1f} GB/s)"
-    pictures.lines(
-        options.picture,
-        "an all-reduce",
-        "kB",
-        "ms",
-        {"median": (kilobytes, medians), "least": (kilobytes, least)},
-        {label: (kilobytes, line)},
-    )
+    one_by_one = len(GRADIENTS) * latency + per_byte * total + division
+    in_one_piece = latency + per_byte * total + division + copies
+    show_line(SIZES, by_size, latency, per_byte)
+    print(f"{len(GRADIENTS)} gradients, {total / 1e6:.1f} MB, the same means both ways: {same}")
+    show_ways(total, (each, one_by_one), (flat, in_one_piece), division, copies)
+    draw(SIZES, by_size, latency, per_byte, options.picture)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.overlap import show
 
 WIDTH, LAYERS, BATCH, STEPS = 512, 8, 128, 15
 
@@ -91,23 +91,9 @@ def run():
 
 
 def main():
-    """Prints what a rank waits with and without overlap; draws both."""
+    """Starts the ranks, and shows what a rank waits with and without overlap."""
     options = read_options(__doc__, nproc=2)
-    (naive, parameters), (overlap, others), wrong = start(run, options.nproc)[0]
-    panels, exposed = {}, []
-    for name, spans in {"naive": naive, "overlap": overlap}.items():
-        (_, forward, backward), (_, _, end) = spans[1:3]
-        exposed.append(end - backward)
-        ms = f"backward {backward - forward:5.1f} ms, then waits {end - backward:5.1f} ms"
-        print(f"{name:<8} {ms}, together {end - forward:5.1f} ms")
-        rows = {"rank 0": [span for span in spans if span[0] != "travels"]}
-        if spans[3:]:
-            rows["its gradients"] = spans[3:]
-        panels[name] = rows
-    print(f"exposed with overlap: {100 * exposed[1] / exposed[0]:.0f} % of what naive waits")
-    print(f"the same parameters, to the last bit: {parameters.equal(others)}")
-    print(f"with orders that differ, 1 on each of {options.nproc} ranks sums up to {wrong:.0f}")
-    pictures.timelines(options.picture, panels)
+    show(start(run, options.nproc)[0], options.nproc, options.picture)
 
 
 if __name__ == "__main__":

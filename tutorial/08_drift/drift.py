@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.drift import show
 
 STEPS, BATCH, FEATURES, LIMIT = 40, 64, 8, 0.6
 
@@ -161,19 +161,9 @@ def run(name):
 
 
 def main():
-    """Prints the distances of each program, what `check_sync` says of it, and draws the curves."""
+    """Runs the six programs, and shows how far the ranks of each are apart."""
     options = read_options(__doc__, nproc=2)
-    found = {p.__name__: start(run, options.nproc, p.__name__)[0] for p in PROGRAMS}
-    print("after step          1       10       40")
-    for name, (distances, _) in found.items():
-        print(f"{name:<16}" + "".join(f"{distances[step - 1]:9.0e}" for step in (1, 10, 40)))
-    print()
-    for name, (_, message) in found.items():
-        print(f"{name}:\n    {message}")
-    steps = range(1, STEPS + 1)
-    curves = {name: (steps, distances) for name, (distances, _) in found.items()}
-    title = "largest distance of a parameter or buffer from rank 0's"
-    pictures.lines(options.picture, title, "step", "", {}, curves)
+    show({p.__name__: start(run, options.nproc, p.__name__)[0] for p in PROGRAMS}, options.picture)
 
 
 if __name__ == "__main__":

@@ -6,22 +6,20 @@ python -m tutorial.09_hang.hang
 import io
 import os
 import pickle
-import sys
 import tempfile
-import threading
-import traceback
 from contextlib import redirect_stderr
 from datetime import timedelta
-from time import perf_counter, sleep
+from time import sleep
 
 import torch
 import torch.distributed as dist
 
 import ddp_from_scratch as ddp
 import ddp_from_scratch.node  # the backend "node", which compares calls
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.sampler import Sampler
+from tutorial.show.hang import show
 
 PATIENCE, STALL = 2.0, 0.7  # seconds until a rank gives up, and until a tool reports
 if __name__ == "__mp_main__":  # on a rank, and before it joins the others
@@ -81,33 +79,6 @@ def lost_error(group):
 PROGRAMS = {checkpoint: "gloo", uneven: "gloo", other_order: "node", lost_error: "gloo"}
 
 
-class Sampler(threading.Thread):
-    """Looks at the main thread two hundred times per second, and records its line."""
-
-    def __init__(self):
-        super().__init__(daemon=True)
-        self.begin, self.seen, self.ended = perf_counter(), [], threading.Event()
-
-    def run(self):
-        """Samples until `ended` is set."""
-        while not self.ended.wait(0.005):
-            stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-            own = [frame for frame in stack if frame.filename == __file__ and frame.name != "run"]
-            if own:
-                self.seen.append((perf_counter() - self.begin, own[-1]))
-
-    def at(self, moment):
-        """Returns the main thread's line at a moment; None if the program had ended."""
-        later = [frame for time, frame in self.seen if time >= moment]
-        return f"{later[0].name}, line {later[0].lineno}: {later[0].line}" if later else None
-
-    def spans(self):
-        """Yields times of computing and of waiting in collectives, in ms, for the picture."""
-        for (begin, frame), (end, _) in zip(self.seen, self.seen[1:], strict=False):
-            waits = "dist." in frame.line or "backward" in frame.line
-            yield "wait" if waits else "computing", 1000 * begin, 1000 * end
-
-
 def recorded():
     """Returns what torch's flight recorder has recorded on this rank."""
     entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
@@ -118,13 +89,13 @@ def recorded():
 def run(name, backend):
     """Runs one of the programs; returns what the tools report on this rank."""
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=PATIENCE))
-    sampler, printed, error = Sampler(), io.StringIO(), "ends well"
+    sampler, printed, error = Sampler(__file__), io.StringIO(), "ends well"
     sampler.start()
     try:
         with redirect_stderr(printed):
             globals()[name](group)
     except RuntimeError as raised:
-        error = f"gives up after {perf_counter() - sampler.begin:.1f} s"
+        error = f"gives up after {sampler.seconds():.1f} s"
         if "failed: " in str(raised):  # gloo's own errors contain nothing more
             error += ":\n    " + str(raised).split("failed: ")[1].replace("; ", ";\n    ")
     sampler.ended.set()
@@ -133,23 +104,10 @@ def run(name, backend):
 
 
 def main():
-    """Prints how each program ends, and what its tool reports; draws when ranks waited."""
+    """Runs the four programs, and shows how each ends, and what its tool reports."""
     options = read_options(__doc__, nproc=2)
-    panels = {}
-    for program, backend in PROGRAMS.items():
-        name = program.__name__
-        ranks = list(enumerate(start(run, options.nproc, name, backend)))
-        print(name)
-        for rank, (line, _, printed, record, error) in ranks:
-            print(f"  rank {rank}: {error}")
-            if program is checkpoint:
-                print(f"    in {line}")
-            if program is uneven and printed:
-                print("    " + printed.strip().replace("\n", "\n    "))
-            if program is lost_error:
-                print(f"    {record}")
-        panels[name] = {f"rank {rank}": spans for rank, (_, spans, *_) in ranks}
-    pictures.timelines(options.picture, panels)
+    found = {p.__name__: start(run, options.nproc, p.__name__, PROGRAMS[p]) for p in PROGRAMS}
+    show(found, options.picture)
 
 
 if __name__ == "__main__":

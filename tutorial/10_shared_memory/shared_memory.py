@@ -11,9 +11,9 @@ from time import perf_counter, sleep
 import torch
 import torch.distributed as dist
 
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.shared_memory import show
 
 SIZES = [4**k for k in range(4, 12)]  # numbers in a tensor: 1 kB to 16 MB
 ROUNDS = 9
@@ -87,22 +87,13 @@ def same_sum(memory, size):
 
 
 def main():
-    """Prints and draws the times by size."""
+    """Starts the ranks, and shows the times by size."""
     options = read_options(__doc__, nproc=2)
     # On Linux, the files of this folder lie in memory only.
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
         rows = start(measure, options.nproc, folder)[0]
-    print("        kB  gloo, ms  shared, ms  a copy, ms  same sum")
-    for size, (gloo, shared, copy, same) in zip(SIZES, rows, strict=True):
-        print(f"{4 * size / 1024:10.0f} {gloo:9.3f} {shared:11.3f} {copy:11.3f}  {same}")
-    kb = [4 * size / 1024 for size in SIZES]
-    names = "gloo", "shared memory", "a copy"
-    measured = {
-        name: (kb, times) for name, times in zip(names, list(zip(*rows, strict=True)), strict=False)
-    }
-    title = f"an all-reduce of {options.nproc} ranks"
-    pictures.lines(options.picture, title, "kB", "ms", measured, {})
+    show(dict(zip(SIZES, rows, strict=True)), options.nproc, options.picture)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from time import perf_counter
 import torch
 from torch.nn.functional import linear
 
-from tutorial import pictures
 from tutorial.options import read_options
+from tutorial.show.born_in_bucket import show
 
 WIDTH, LAYERS, BATCH, STEPS = 1024, 8, 32, 20
 
@@ -87,20 +87,11 @@ def measure(loss_of):
 
 
 def main():
-    """Prints and draws both ways."""
+    """Measures both ways, and shows them."""
     options = read_options(__doc__)
     torch.set_num_threads(1)
-    times, counts, buckets = {}, {}, []
-    for name, loss_of in (("usual", usual), ("into the bucket", into_bucket)):
-        backward, packing, faults, views = measure(loss_of)
-        total = f"{backward + packing:6.1f} ms"
-        print(f"{name:<16} backward {backward:5.1f}, pack {packing:5.1f}, together {total}", end="")
-        print(f"; {faults:6,.0f} page faults")
-        times[name] = {"backward": backward, "copy": packing}
-        counts[name] = {"page faults": faults}
-        buckets.append(views)
-    print(f"the same bits: {buckets[0].equal(buckets[1])}")
-    pictures.bars(options.picture, {("time", "ms"): times, ("page faults of a step", ""): counts})
+    ways = {"usual": usual, "into the bucket": into_bucket}
+    show({name: measure(loss_of) for name, loss_of in ways.items()}, options.picture)
 
 
 if __name__ == "__main__":

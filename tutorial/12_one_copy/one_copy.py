@@ -3,8 +3,6 @@
 python -m tutorial.12_one_copy.one_copy
 """
 
-import ctypes
-import re
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -14,14 +12,14 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from tutorial import pictures
+from tutorial.memory import megabytes
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.one_copy import show
 
 chapter_10 = import_module("tutorial.10_shared_memory.shared_memory")
 
 WIDTH, LAYERS, BATCH, STEPS, RATE = 1024, 8, 32, 12, 0.3
-ROLLUP = Path("/proc/self/smaps_rollup")  # only on Linux
 
 
 class OwnCopies:
@@ -74,17 +72,9 @@ def move(parameters, values, gradients):
         parameter.grad = gradient.view_as(parameter)  # backward adds to it
 
 
-def memory():
-    """Returns this rank's MB of memory; a page that n ranks share counts 1/n on each."""
-    if not ROLLUP.exists():
-        return float("nan")
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # returns free memory to the system
-    return int(re.search(r"^Pss: *(\d+) kB", ROLLUP.read_text(), re.MULTILINE)[1]) / 1000
-
-
 def train(way, folder):
     """Returns the MB that training takes, the median ms of a step, and the parameters."""
-    before = memory()
+    before = megabytes()
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
@@ -98,29 +88,20 @@ def train(way, folder):
         (model(x) - 1).square().mean().backward()
         engine.step()
         times.append(1000 * (perf_counter() - begin))
-    taken = memory() - before
+    taken = megabytes() - before
     dist.barrier()  # keeps the memory shared until all ranks have measured
     return taken, median(times), torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
 def main():
-    """Prints and draws memory and time of both ways."""
+    """Trains both ways, and shows memory and time of each."""
     options = read_options(__doc__, nproc=2)
-    size = LAYERS * (WIDTH + 1) * WIDTH * 4 / 1e6
-    print(f"the parameters have {size:.1f} MB; the machine's {options.nproc} ranks take")
-    megabytes, milliseconds, found = {}, {}, []
+    found = {}
     for name, way in (("own copies", OwnCopies), ("one copy", OneCopy)):
         place = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            results = start(train, options.nproc, way, folder)
-        taken, step = sum(row[0] for row in results), results[0][1]
-        print(f"{name:<10} {taken:7.1f} MB; a step takes {step:6.1f} ms")
-        megabytes[name], milliseconds[name] = {"memory": taken}, {"step": step}
-        found += [parameters for _, _, parameters in results]
-    same = all(parameters.allclose(found[0], atol=1e-6) for parameters in found)
-    print(f"the same parameters on all ranks and both ways: {same}")
-    panels = {("memory of the machine", "MB"): megabytes, ("a step", "ms"): milliseconds}
-    pictures.bars(options.picture, panels)
+            found[name] = start(train, options.nproc, way, folder)
+    show(LAYERS * (WIDTH + 1) * WIDTH, found, options.picture)
 
 
 if __name__ == "__main__":

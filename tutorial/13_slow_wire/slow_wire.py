@@ -10,9 +10,9 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import start
+from tutorial.show.slow_wire import show
 
 WIDTH, BATCH, STEPS, RATE = 256, 64, 150, 2.0
 SHARE, RANK = 0.01, 2  # of top-k, and of the matrices of low rank
@@ -64,8 +64,8 @@ def low_rank(gradient, state):
 
 def train(average, keep):
     """Returns a step's compute time in ms and its bytes, and the loss of each step."""
-    if keep:
-        average = import_module("tutorial.13_slow_wire.exercise").keep_error(average)
+    if keep != "nothing":
+        average = import_module(f"tutorial.13_slow_wire.{keep}").keep_error(average)
     torch.manual_seed(0)
     teacher = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
     model = torch.nn.Sequential(
@@ -92,25 +92,16 @@ def train(average, keep):
 
 
 def main():
-    """Prints a row for each way, and draws the loss over time."""
+    """Trains in each way, and shows a row for each."""
     options = read_options(
         __doc__,
         nproc=2,
         mbit=(100.0, "Mbit/s of the wire that is assumed"),
-        keep=(0, "1: with your exercise, which keeps what was not sent"),
+        keep=(["nothing", "exercise", "solution"], "whose keep_error keeps what was not sent"),
     )
-    print("            kB a step  ms a step  loss at the end  after 2 s")
-    curves = {}
-    for way in (whole, bf16, top_k, low_rank):
-        computing, size, losses = start(train, options.nproc, way, options.keep)[0]
-        step = computing + size * 8 / (1000 * options.mbit)  # the wire's time is added
-        after = losses[min(STEPS, max(1, int(2000 / step))) - 1]
-        print(
-            f"{way.__name__:<10} {size / 1000:10.1f} {step:10.1f} {losses[-1]:16.3f} {after:11.3f}"
-        )
-        curves[way.__name__] = [step * (i + 1) / 1000 for i in range(STEPS)], losses
-    title = f"loss over time, {options.nproc} ranks at {options.mbit:g} Mbit/s"
-    pictures.lines(options.picture, title, "seconds", "loss", {}, curves, log=False)
+    ways = whole, bf16, top_k, low_rank
+    found = {way.__name__: start(train, options.nproc, way, options.keep)[0] for way in ways}
+    show(found, options.nproc, options.mbit, options.picture)
 
 
 if __name__ == "__main__":

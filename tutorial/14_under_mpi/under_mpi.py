@@ -6,20 +6,17 @@ python -m tutorial.14_under_mpi.under_mpi
 import os
 import socket
 import sys
-from itertools import pairwise
-from statistics import median
-from time import perf_counter
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before the group opens: it would keep the group alive until exit
 
-from tutorial import pictures
 from tutorial.options import read_options
 from tutorial.ranks import LOOPBACK
+from tutorial.show.under_mpi import show
 
-WIDTH, LAYERS, BATCH, STEPS = 512, 8, 120, 15
-PHASES = "forward", "backward", "wait", "update"
+naive = import_module("tutorial.04_naive.naive")
 
 # How each launcher tells a process its rank, the world size and its rank on its own machine.
 VARIABLES = {
@@ -57,65 +54,19 @@ def join(launcher, rank, nproc):
         sys.exit(f"rank {rank}: cannot use port {port} of {address}; set MASTER_PORT to another")
 
 
-def train():
-    """Returns the start and end of each phase of each step, and a sum of all parameters."""
-    rank, nproc = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
-    model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    steps = []
-    for step in range(STEPS):
-        batch = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
-        x = batch.tensor_split(nproc)[rank]
-        dist.barrier()
-        marks = [perf_counter()]
-        loss = (model(x) - 1).square().mean()
-        marks.append(perf_counter())
-        optimizer.zero_grad()
-        loss.backward()
-        marks.append(perf_counter())
-        for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= nproc
-        marks.append(perf_counter())
-        optimizer.step()
-        marks.append(perf_counter())
-        steps.append(marks)
-    return steps, sum(parameter.double().sum().item() for parameter in model.parameters())
-
-
-def report(picture, places, results):
-    """On rank 0: prints each rank's medians, and draws the middle step."""
-    for (launcher, rank, nproc, local_rank, _), (steps, _) in zip(places, results, strict=True):
-        spans = [[1000 * (end - begin) for begin, end in pairwise(marks)] for marks in steps]
-        times = zip(PHASES, map(median, zip(*spans, strict=True)), strict=True)
-        print(f"rank {rank} of {nproc}, by {launcher}: number {local_rank} on its machine")
-        print("    " + ", ".join(f"{name} {ms:.1f}" for name, ms in times), "ms")
-    print(f"machines: {len({place[-1] for place in places})}")
-    same = len({total for _, total in results}) == 1
-    print(f"parameters are {'the same' if same else 'NOT the same'} on all ranks")
-    step = STEPS // 2
-    rows = {}
-    for rank, (steps, _) in enumerate(results):
-        # Clocks of two machines differ, so each rank's step begins at its own 0.
-        spans = pairwise(1000 * (mark - steps[step][0]) for mark in steps[step])
-        rows[f"rank {rank}"] = [(name, *s) for name, s in zip(PHASES, spans, strict=True)]
-    pictures.timelines(picture, {"one step": rows})
-
-
 def main():
-    """Joins the others, trains, and gathers all ranks' results on rank 0."""
+    """Joins the others, trains, and gathers all ranks' results on rank 0, which shows them."""
     options = read_options(__doc__)
     launcher, rank, nproc, local_rank = find_place(os.environ)
     if nproc > 1:
         torch.set_num_threads(1)
     join(launcher, rank, nproc)
-    mine = (launcher, rank, nproc, local_rank, socket.gethostname()), train()
+    steps, _, parameters = naive.train(late=0)
+    mine = (launcher, rank, nproc, local_rank, socket.gethostname()), steps, parameters
     of_all = [None] * nproc
     dist.all_gather_object(of_all, mine)
     if rank == 0:
-        report(options.picture, *zip(*of_all, strict=True))
+        show(naive.PHASES, of_all, options.picture)
     dist.destroy_process_group()
 
 
