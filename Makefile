@@ -15,16 +15,22 @@ PIP := .venv/bin/python -m pip --disable-pip-version-check install
 NEW_ENOUGH := import ensurepip, sys; sys.exit(sys.version_info < (3, 11))
 
 .DELETE_ON_ERROR:
-.PHONY: help run learn test test-all test-versions bench docs lint dist format clean
+.PHONY: help run learn diff tutorial-samples test test-all test-versions bench docs lint dist format clean
 
 help: ## print this list (the default)
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' Makefile
 
 run: .venv/run ## train on the shipped digits, 2 ranks on MPI, and print the test accuracy
 	.venv/bin/python run.py --backend mpi --nproc 2 $(ARGS)
 
 learn: .venv/learn ## list the tutorial's chapters, and which of your exercises pass
 	.venv/bin/python -m tutorial
+
+diff: .venv/learn ## show how the programs of two chapters differ: ARGS="06 07"
+	.venv/bin/python -m tutorial diff $(ARGS)
+
+tutorial-samples: .venv/learn ## run the tutorial's programs; put what they print and draw into its pages
+	.venv/bin/python -m tutorial.samples $(ARGS)
 
 test: .venv/test ## run the tests of every module, in some minutes
 	.venv/bin/python -m pytest $(ARGS)

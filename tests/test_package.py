@@ -13,13 +13,10 @@ import torch
 
 import ddp_from_scratch
 from tests.support.ranks import ROOT
+from tutorial.chapters import CHAPTERS, programs
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TUTORIAL = [
-    path
-    for path in sorted((ROOT / "tutorial").glob("[0-9]*/*.py"))
-    if path.name not in ("exercise.py", "solution.py", "test_exercise.py")
-]
+TUTORIAL = [program for chapter in CHAPTERS for program in programs(chapter)]
 FOREIGN = {"lightning_mpi.py", "accelerate_mpi.py", "trainer_mpi.py"}
 EXAMPLES = [path for path in (ROOT / "examples").glob("*.py") if path.name not in FOREIGN]
 

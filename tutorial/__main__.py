@@ -1,6 +1,7 @@
-"""Lists the chapters and says which of your exercises pass.
+"""Lists the chapters and says which of your exercises pass; shows how two programs differ.
 
 python -m tutorial
+python -m tutorial diff 06 07
 """
 
 import ast
@@ -9,15 +10,17 @@ import os
 import sys
 from collections import defaultdict
 from contextlib import redirect_stdout
+from difflib import unified_diff
 from pathlib import Path
 
-HERE = Path(__file__).parent
-COLOURS = {"passes": 32, "not begun": 90}
+from tutorial.chapters import CHAPTERS, TUTORIAL, chapter, page, programs
+
+COLOURS = {"passes": 32, "not begun": 90, "+": 32, "-": 31, "@": 36}
 
 
-def begun(chapter):
+def begun(folder):
     """Returns True if a function of exercise.py has no `raise NotImplementedError` any more."""
-    code = ast.parse((chapter / "exercise.py").read_text())
+    code = ast.parse((folder / "exercise.py").read_text())
     functions = [node for node in ast.walk(code) if isinstance(node, ast.FunctionDef)]
     gap = "raise NotImplementedError"
     return any(gap not in ast.unparse(function) for function in functions)
@@ -38,31 +41,72 @@ class Results:
 def states(chapters):
     """Yields each chapter's state; runs the tests of the chapters that you have begun."""
     results = Results()
-    folders = [str(chapter) for chapter in chapters if begun(chapter)]
-    if folders:
+    tested = [str(folder) for folder in chapters if begun(folder)]
+    if tested:
         import pytest
 
         with redirect_stdout(io.StringIO()):
-            pytest.main(["-q", "-p", "no:cacheprovider", *folders], plugins=[results])
-    for chapter in chapters:
-        tests = [all(cases) for cases in results.of[chapter.name].values()]
-        if not begun(chapter):
-            yield chapter, "not begun"
+            pytest.main(["-q", "-p", "no:cacheprovider", *tested], plugins=[results])
+    for folder in chapters:
+        tests = [all(cases) for cases in results.of[folder.name].values()]
+        if not begun(folder):
+            yield folder, "not begun"
         elif not tests:
-            yield chapter, "cannot be imported"
+            yield folder, "cannot be imported"
         else:
             passes = tests and all(tests)
-            yield chapter, "passes" if passes else f"{sum(tests)} of {len(tests)} pass"
+            yield folder, "passes" if passes else f"{sum(tests)} of {len(tests)} pass"
+
+
+def coloured(text, state):
+    """Returns the text in the colour of the state, if a person reads it."""
+    return f"\033[{COLOURS.get(state, 33)}m{text}\033[0m" if sys.stdout.isatty() else text
+
+
+def list_chapters():
+    """Prints a line for each chapter."""
+    os.chdir(TUTORIAL.parent)
+    for folder, state in states(CHAPTERS):
+        title = page(folder).read_text().splitlines()[0].removeprefix("# ")
+        place = "tutorial/" + folder.name
+        print(f"{title:<44} {place:<32} {coloured(state, state)}", flush=True)
+
+
+def definitions(text):
+    """Returns `{name: code}` of a program's functions and classes."""
+    nodes = [node for node in ast.parse(text).body if hasattr(node, "name")]
+    return {node.name: ast.unparse(node) for node in nodes}
+
+
+def print_difference(*numbers):
+    """Prints what changes from a chapter's program to another's; of several, the first."""
+    files = []
+    for number in numbers:
+        found = programs(chapter(number))
+        if not found:
+            sys.exit(f"chapter {number} has no program to compare: give another number")
+        files.append(found[0])
+    texts = [file.read_text() for file in files]
+    old, new = map(definitions, texts)
+    print("new:    ", ", ".join(n for n in new if n not in old) or "nothing")
+    print("gone:   ", ", ".join(n for n in old if n not in new) or "nothing")
+    print("changed:", ", ".join(n for n in new if old.get(n, new[n]) != new[n]) or "nothing")
+    names = [str(file.relative_to(TUTORIAL.parent)) for file in files]
+    for line in unified_diff(*map(str.splitlines, texts), *names, lineterm=""):
+        print(coloured(line, line[0]) if line[0] in "+-@" else line)
 
 
 def main():
-    """Prints a line for each chapter."""
-    os.chdir(HERE.parent)
-    for chapter, state in states(sorted(HERE.glob("[0-9][0-9]_*"))):
-        title = (chapter / "README.md").read_text().splitlines()[0].removeprefix("# ")
-        if sys.stdout.isatty():
-            state = f"\033[{COLOURS.get(state, 33)}m{state}\033[0m"
-        print(f"{title:<44} {'tutorial/' + chapter.name:<32} {state}", flush=True)
+    """Does what the command line says."""
+    match sys.argv[1:]:
+        case []:
+            list_chapters()
+        case ["diff", old, new]:
+            print_difference(old, new)
+        case ["-h" | "--help"]:
+            print(__doc__)
+        case other:
+            sys.exit(f"unknown arguments {' '.join(other)!r}: give none, or diff and two chapters")
 
 
 if __name__ == "__main__":

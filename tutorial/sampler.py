@@ -1,9 +1,12 @@
-"""Watches a program's main thread from another thread."""
+"""Watches a program: the line of its main thread, and torch's record of its collectives."""
 
+import pickle
 import sys
 import threading
 import traceback
 from time import perf_counter
+
+import torch
 
 
 class Sampler(threading.Thread):
@@ -36,3 +39,10 @@ class Sampler(threading.Thread):
         for (begin, frame), (end, _) in zip(self.seen, self.seen[1:], strict=False):
             waits = "dist." in frame.line or "backward" in frame.line
             yield "wait" if waits else "computing", 1000 * begin, 1000 * end
+
+
+def recorded():
+    """Returns what torch's flight recorder has recorded on this rank."""
+    entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
+    calls = [entry for entry in entries if entry["profiling_name"] == "gloo:all_reduce"]
+    return f"{len(calls)} calls of all_reduce, sizes {calls[-1]['input_sizes']}" if calls else ""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.ranks import ROOT
+from tutorial.chapters import CHAPTERS
 
 PAGES = [
     ROOT / "README.md",
@@ -16,7 +17,6 @@ PAGES = [
     ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-CHAPTERS = sorted((ROOT / "tutorial").glob("[0-9][0-9]_*"))
 TUTORIAL_PAGES = [ROOT / "tutorial" / "README.md", *(c / "README.md" for c in CHAPTERS)]
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE)
 

@@ -11,16 +11,18 @@ import pytest
 from tests.support.pages import TUTORIAL_PAGES
 from tests.support.ranks import MPIRUN, ROOT
 from tests.tutorial.test_programs import form
+from tutorial.chapters import samples
 
 PAGE = TUTORIAL_PAGES[14].read_text()
-SHOWN = PAGE.split("The first of them prints\n\n```text\n")[1].split("```")[0]
+(UNDER_MPIRUN,) = (s for s in samples(PAGE) if s.command.startswith("mpirun "))
+SHOWN = UNDER_MPIRUN.printed
 SRUN = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "123456", "SLURM_STEP_ID": "0"}
 # Whatever PATH says: the Python of this test.
 OURS = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
 (BLOCK,) = re.findall(r"^```sh\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 COMMANDS = {
     line.split()[0]: [part for word in line.split() for part in OURS.get(word, [word])]
-    for line in BLOCK.splitlines()
+    for line in [UNDER_MPIRUN.command, *BLOCK.splitlines()]
 }
 
 

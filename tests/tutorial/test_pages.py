@@ -3,8 +3,13 @@
 import ast
 import re
 
+import pytest
+from PIL import Image
+
 from tests.support.pages import CHAPTERS, TUTORIAL_PAGES, links, name_of
 from tests.support.ranks import ROOT
+from tutorial.__main__ import print_difference
+from tutorial.chapters import programs, samples
 
 TUTORIAL = ROOT / "tutorial"
 LIBRARY = ROOT / "ddp_from_scratch"
@@ -20,6 +25,13 @@ def test_the_first_page_lists_all_chapters_and_twelve_words():
     assert len(re.findall(r"^\| [a-z]", glossary, re.MULTILINE)) == 12
 
 
+def shown(page):
+    """A page without output, differences, and the answers, which are closed at first."""
+    return re.sub(
+        r"^```(?:text|diff)\n.*?^```$|^<details>.*?</details>$", "", page, flags=re.S | re.M
+    )
+
+
 def test_chapters_are_complete_and_short_and_lead_to_each_other():
     for place, (chapter, path) in enumerate(zip(CHAPTERS, TUTORIAL_PAGES[1:], strict=True)):
         page, name = path.read_text(), name_of(path)
@@ -27,11 +39,83 @@ def test_chapters_are_complete_and_short_and_lead_to_each_other():
         assert "(exercise.py)" in page, name
         pictures = {picture.name for picture in chapter.glob("*.png")}
         assert set(re.findall(r"!\[.*\]\((.*)\)", page)) == pictures, name
-        assert page.count("\n") <= 130, name
-        assert len(page.split()) <= 1000, name
+        text = shown(page)
+        assert text.count("\n") <= 120, name
+        assert len(text.split()) <= 1000, name
         neighbours = CHAPTERS[max(0, place - 1) : place] + CHAPTERS[place + 1 : place + 2]
         linked = {link for link, _ in links(path)}
         assert {f"../{other.name}/README.md" for other in neighbours} <= linked, name
+
+
+@pytest.mark.parametrize("path", TUTORIAL_PAGES[1:], ids=lambda path: path.parent.name)
+def test_a_page_and_its_pictures_are_of_one_run(path):
+    """`python -m tutorial.samples` writes both."""
+    for sample in samples(path.read_text()):
+        for picture in sample.pictures:
+            with Image.open(path.parent / picture) as image:
+                of_picture = image.text
+            assert of_picture["Command"] == sample.command, picture
+            assert of_picture["Output"] == sample.printed, picture
+            assert re.match("[0-9a-f]{7}", of_picture["Commit"]), picture
+
+
+def test_pages_ask_before_a_program_runs_and_quote_no_measured_times():
+    given = {"20", "50"}  # what programs sleep
+    for path in TUTORIAL_PAGES[1:]:
+        page, name = path.read_text(), name_of(path)
+        before, asked, _ = page.partition("**Before you ")
+        assert asked, name
+        assert "```text" not in before, name
+        answers = re.findall(
+            r"^<details><summary>Answer</summary>\n(.+?)\n</details>$", page, re.S | re.M
+        )
+        assert len(answers) == page.count("<details") == page.count("</details"), name
+        # A new run would make them false.
+        measured = set(re.findall(r"([\d.]+) ms\b", prose_of(page))) - given
+        assert measured == set(), name
+
+
+def prose_of(page):
+    """What a page says itself: without blocks, answers, and the paragraph that asks."""
+    return re.sub(r"^```.*?^```$|^\*\*Before.*?</details>$", "", page, flags=re.S | re.M)
+
+
+def test_the_difference_of_two_chapters_is_shown(capsys, monkeypatch):
+    text = "".join(path.read_text() for path in TUTORIAL_PAGES)
+    named = set(re.findall(r"python -m tutorial diff (\d\d) (\d\d)", text))
+    assert named >= {("06", "07"), ("15", "16")}
+    for old, new in named:
+        print_difference(old, new)
+        lines = capsys.readouterr().out.splitlines()
+        assert all(any(line.startswith(sign) for line in lines) for sign in ("new: ", "+", "-"))
+    with pytest.raises(SystemExit, match=r"no chapter '99': give a number from 01 to \d\d"):
+        print_difference("06", "99")
+
+
+def code_lines(program, imports):
+    """The number of lines without blanks, comments and docstrings, and maybe without imports."""
+    tree = ast.parse(program.read_text())
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
+            node
+        ):
+            skipped |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and not imports:
+            skipped |= {*range(node.lineno, node.end_lineno + 1)}
+    lines = enumerate(program.read_text().splitlines(), 1)
+    return sum(bool(re.match(r"\s*[^\s#]", line)) for n, line in lines if n not in skipped)
+
+
+def test_programs_are_short():
+    found = {
+        program.stem: code_lines(program, imports=False)
+        for chapter in CHAPTERS
+        for program in programs(chapter)
+    }
+    assert sum(found.values()) / len(found) <= 60, found
+    assert max(found.values()) <= 120, found
+    assert code_lines(TUTORIAL / "07_buckets" / "buckets.py", imports=True) <= 120
 
 
 def functions(file):
@@ -51,22 +135,22 @@ def test_the_first_seven_programs_import_nothing_of_the_library():
             assert "ddp_from_scratch" not in program.read_text(), program
 
 
-def test_the_tables_of_chapter_15_name_what_is_there():
-    page = TUTORIAL_PAGES[15].read_text()
+def test_the_tables_of_the_last_chapter_name_what_is_there():
+    page = TUTORIAL_PAGES[-1].read_text()
     rows = re.findall(r"^\| (.*`.*?) \| (.*?) \| .* \|$", page, re.MULTILINE)
     for _, place in rows:
         found = re.findall(r"\[([\w/.]+)\]\((../../[\w/.]+)\)((?: `\w+`,?)*)", place)
         assert found, place
         for name, path, named in found:
-            file = (TUTORIAL_PAGES[15].parent / path).resolve()
+            file = (TUTORIAL_PAGES[-1].parent / path).resolve()
             assert file == LIBRARY / name
             there = {name.rpartition(".")[2] for name in functions(file)}
             assert re.findall(r"`(\w+)`", named), place
             assert set(re.findall(r"`(\w+)`", named)) <= there, place
 
 
-def test_chapter_15_shows_the_lines_of_chapter_7_and_of_the_library():
-    page = TUTORIAL_PAGES[15].read_text()
+def test_the_last_chapter_shows_the_lines_of_chapter_7_and_of_the_library():
+    page = TUTORIAL_PAGES[-1].read_text()
     sections = re.findall(
         r"\]\(../../ddp_from_scratch/([\w/.]+)\):\n\n```diff\n(.*?)```", page, re.DOTALL
     )

@@ -12,21 +12,16 @@ import pytest
 from tests.support.pages import CHAPTERS, TUTORIAL_PAGES
 from tests.support.ranks import ROOT
 from tests.support.tiers import slow
+from tutorial.chapters import programs, samples
 
 TUTORIAL = ROOT / "tutorial"
-# Each command of a program with the output that its page shows, at once or further below.
-SAMPLE = r"^```\n(python -m tutorial\.[^\n]+)\n```$.*?^```text\n(.*?)^```$"
 SAMPLES = [
-    sample
+    (sample.command, sample.printed)
     for page in TUTORIAL_PAGES[1:]
-    for sample in re.findall(SAMPLE, page.read_text(), re.DOTALL | re.MULTILINE)
+    for sample in samples(page.read_text())
+    if sample.command.startswith("python ")  # test_chapter_14.py has the others
 ]
-PROGRAMS = sorted(
-    program
-    for chapter in CHAPTERS
-    for program in chapter.glob("*.py")
-    if program.name not in ("exercise.py", "solution.py", "test_exercise.py")
-)
+PROGRAMS = [program for chapter in CHAPTERS for program in programs(chapter)]
 
 
 def module_of(program):
@@ -61,7 +56,7 @@ def run(tmp_path, monkeypatch, capsys):
 # A few chapters take as long as all others together.
 @pytest.mark.parametrize(
     ("command", "printed"),
-    [slow(*s) if re.search(r"--|\.(04|05|06|07|08|09|12|13)_", s[0]) else s for s in SAMPLES],
+    [slow(*s) if re.search(r"--|\.(04|05|06|07|08|09|12|13|16)_", s[0]) else s for s in SAMPLES],
     ids=[command.removeprefix("python -m tutorial.") for command, _ in SAMPLES],
 )
 def test_prints_what_the_chapter_shows(command, printed, run):

@@ -5,7 +5,6 @@ python -m tutorial.09_hang.hang
 
 import io
 import os
-import pickle
 import tempfile
 from contextlib import redirect_stderr
 from datetime import timedelta
@@ -18,7 +17,7 @@ import ddp_from_scratch as ddp
 import ddp_from_scratch.node  # the backend "node", which compares calls
 from tutorial.options import read_options
 from tutorial.ranks import start
-from tutorial.sampler import Sampler
+from tutorial.sampler import Sampler, recorded
 from tutorial.show.hang import show
 
 PATIENCE, STALL = 2.0, 0.7  # seconds until a rank gives up, and until a tool reports
@@ -77,13 +76,6 @@ def lost_error(group):
 
 
 PROGRAMS = {checkpoint: "gloo", uneven: "gloo", other_order: "node", lost_error: "gloo"}
-
-
-def recorded():
-    """Returns what torch's flight recorder has recorded on this rank."""
-    entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
-    calls = [entry for entry in entries if entry["profiling_name"] == "gloo:all_reduce"]
-    return f"{len(calls)} calls of all_reduce, sizes {calls[-1]['input_sizes']}" if calls else ""
 
 
 def run(name, backend):

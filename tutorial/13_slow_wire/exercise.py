@@ -1,7 +1,7 @@
 """Exercises of chapter 13: error feedback. It keeps what was not sent, and sends it later.
 
 python -m pytest tutorial/13_slow_wire
-python -m tutorial.13_slow_wire.slow_wire --keep 1
+python -m tutorial.13_slow_wire.slow_wire --keep exercise
 """
 
 

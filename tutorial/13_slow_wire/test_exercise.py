@@ -1,5 +1,6 @@
 from importlib import import_module
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,13 +12,13 @@ def test_bytes_of_low_rank(exercise):
     assert exercise.bytes_of_low_rank(1000, 10, 4) == 16160
 
 
-def sums(exercise, way):
+def sums(exercise, way, shape):
     """Returns what was sent, kept and given in three steps, and this rank's bytes of a step."""
     average, state = exercise.keep_error(getattr(program, way)), {}
-    sent, given = torch.zeros(20, 30), torch.zeros(20, 30)
+    sent, given = torch.zeros(shape), torch.zeros(shape)
     for step in range(3):
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        gradient = torch.randn(20, 30, generator=generator)
+        gradient = torch.randn(shape, generator=generator)
         given += gradient
         mean, size = average(gradient, state)
         sent += mean * dist.get_world_size()
@@ -26,16 +27,18 @@ def sums(exercise, way):
     return sent, kept[0], given, size
 
 
-def check(results, size):
-    sent, kept, given, sizes = zip(*results, strict=True)
-    assert sizes == (size,) * len(results), "the bytes are not those of `average`"
+@pytest.mark.parametrize(
+    ("way", "shape", "nproc", "size"),
+    [
+        ("top_k", (20, 30), 2, 8 * 6),
+        ("low_rank", (20, 30), 3, 4 * 2 * 50),
+        ("low_rank", (30,), 2, 4 * 30),  # a bias: `whole` sums it in place
+        ("whole", (20, 30), 3, 4 * 600),
+    ],
+)
+def test_keep_error(on_ranks, way, shape, nproc, size):
+    sent, kept, given, sizes = zip(*on_ranks(nproc, sums, way, shape), strict=True)
+    assert sizes == (size,) * nproc, "the bytes are not those of `average`"
     lost = sum(given) - sent[0] - sum(kept)
-    assert lost.abs().max() < 1e-4, "something is neither sent nor kept, or kept twice"
-
-
-def test_keep_error_of_top_k(on_ranks):
-    check(on_ranks(2, sums, "top_k"), 8 * 6)
-
-
-def test_keep_error_of_low_rank(on_ranks):
-    check(on_ranks(3, sums, "low_rank"), 4 * 2 * 50)
+    said = "something is neither sent nor kept, or kept twice; `average` may change what it gets"
+    assert lost.abs().max() < 1e-4, said

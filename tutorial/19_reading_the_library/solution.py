@@ -1,4 +1,4 @@
-"""Solutions of chapter 15."""
+"""Solutions of chapter 17."""
 
 import torch.distributed as dist
 
