@@ -1,6 +1,6 @@
-"""Exercises of chapter 17: comm hooks, for this library and for torch's.
+"""Exercises of chapter 19: comm hooks, for this library and for torch's.
 
-python -m pytest tutorial/17_reading_the_library
+python -m pytest tutorial/19_reading_the_library
 
 None of them waits: backward continues while the bucket travels. You may change `bucket.buffer()`.
 """

@@ -1,4 +1,4 @@
-"""Solutions of chapter 17."""
+"""Solutions of chapter 19."""
 
 import torch.distributed as dist
 
