@@ -337,12 +337,13 @@ class Reducer(CoreReducer):
         self.joining = self.buffer_sync.joining = joining
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
-        """Joins the other ranks' next average with weight 0; keeps `.grad`."""
+        """Joins the other ranks' next average with weight 0; keeps `.grad`. Raises as theirs."""
         self.sender.set_weight(weight.value)
         self.mark_unused(range(len(self.parameters)))
         self.launch_full_buckets()
         self.await_hook()
-        self.finish(takes_part=False)
+        if (error := self.finish(takes_part=False)) is not None:
+            raise error
 
     # Virtual ranks ------------------------------------------------------------------------------
 

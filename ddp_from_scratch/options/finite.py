@@ -26,9 +26,9 @@ class FiniteCheck(Extension):
 
     def on_packed(self, bucket: Bucket) -> None:
         reducer: CoreReducer = self._of()
-        gradients = bucket.gradients() if not bucket.is_sparse else _values(bucket, reducer)
-        flat = gradients if bucket.is_sparse else [bucket.buffer()]
-        if all(tensor.sum().isfinite() for tensor in flat):
+        gradients = _sent(bucket, reducer) if bucket.is_sparse else bucket.gradients()
+        (whole,) = gradients if bucket.is_sparse else [bucket.buffer()]
+        if whole.sum().isfinite():
             return
         for index, gradient in zip(bucket.members, gradients, strict=True):
             nan, inf = int(gradient.isnan().sum()), int(gradient.isinf().sum())
@@ -42,25 +42,23 @@ class FiniteCheck(Extension):
         self.on_abort()
         with on_gpu_of(reducer.module):
             everyone = gather_integers(mine, reducer.process_group)
-        found = [
-            f"{reducer.names[index]} on rank {rank} ({nan} nan and {inf} inf in "
-            f"{reducer.parameters[index].numel()} elements)"
-            + f" and {parameters - 1} more there"
-            * (parameters > 1)
-            for rank, (parameters, index, nan, inf) in enumerate(everyone)
-            if parameters
-        ]
+        found = []
+        for rank, (parameters, index, nan, inf) in enumerate(everyone):
+            if parameters:
+                size = reducer.parameters[index].numel()
+                text = f"{reducer.names[index]} on rank {rank} ({nan} nan and {inf} inf in {size} "
+                more = f" and {parameters - 1} more there" if parameters > 1 else ""
+                found.append(f"{text}elements){more}")
         if not found:
             return None
-        return RuntimeError(
-            f"average {reducer.iteration + 1}: a gradient is not finite: {'; '.join(found)}"
-        )
+        average = reducer.iteration + 1
+        return RuntimeError(f"average {average}: a gradient is not finite: {'; '.join(found)}")
 
     def on_abort(self) -> None:
         self._first, self._parameters = None, 0
 
 
-def _values(bucket: Bucket, reducer: CoreReducer) -> list[torch.Tensor]:
+def _sent(bucket: Bucket, reducer: CoreReducer) -> list[torch.Tensor]:
     """Returns what a sparse bucket sends: the gathered rows, or a dense gradient."""
     (parameter,) = bucket.parameters()
     gradient = parameter.grad

@@ -40,6 +40,14 @@ def test_named_on_every_rank_and_nothing_is_stepped(world, views):
     assert_grads(model, mean(world))
 
 
+def until_nan(world, reducer):
+    """Rank 1 has no data left when rank 0 has a nan."""
+    with ddp.join(reducer):
+        for factor in (1.0, NAN)[: 2 - world.rank]:
+            reducer.module.zero_grad()
+            reducer.module(factor).backward()
+
+
 @on("gloo-2")
 def test_several_parameters_a_rank_of_weight_0_and_sparse_rows(world):
     model = Terms(1, 2)
@@ -51,6 +59,8 @@ def test_several_parameters_a_rank_of_weight_0_and_sparse_rows(world):
     reducer.weight(1 - world.rank)  # rank 1 sends zeros
     model([2.0, NAN][world.rank]).backward()
     assert_grads(model, 2.0)
+    with pytest.raises(RuntimeError, match=r"finite: p1 on rank 0 .* and 1 more there$"):
+        until_nan(world, reducer)
     reducer.remove()
     table = nn.Embedding(4, 2, sparse=True)
     ddp.Reducer(table, check_finite=True)

@@ -132,6 +132,7 @@ EXPECTED_WAITS = {
     "options/sparse.py": "the numbers of rows",
     "options/unused.py": "a rank with unused parameters",
     "common/group.py": "ranks that compare their modules",
+    "options/finite.py": "check_finite",
     "sync/check_sync.py": "check_every, and once in the first average",
     "watch/stragglers.py": "a report of stragglers",
 }
