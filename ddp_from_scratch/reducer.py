@@ -240,7 +240,8 @@ class Reducer(CoreReducer):
             tuning.check_hook(hook)
         self.check_free("a comm hook")
         if self.sender.sums and hook is not average:
-            raise RuntimeError(f'reduce="sum" cannot be used with a comm hook, got {hook!r}')
+            name = getattr(hook, "__name__", hook)
+            raise RuntimeError(f'reduce="sum" cannot be used with a comm hook: leave {name} out')
         self.sender.set_hook(hook, state)
 
     def keep_bucket_views(self) -> None:
