@@ -1,8 +1,9 @@
-"""A small GPT learns to write English text, letter by letter: AdamW, warm-up, cosine, clipping.
+"""A small GPT learns to write English text, letter by letter: warm-up, cosine, clipping.
 
     torchrun --nproc-per-node 2 examples/gpt.py                 two ranks on gloo
     mpirun -n 4 python examples/gpt.py --backend mpi            four on MPI
     python examples/gpt.py --text my.txt --steps 5000           one process, your own text
+    python examples/gpt.py --optimizer muon                     Muon for the blocks' matrices
 
 The text is Python's own documentation, which comes with Python. The model is nanoGPT's at the size
 of its smallest example.
@@ -51,20 +52,36 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads=4) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters, bias=False)
         self.head.weight = self.letters.weight  # tied: one parameter, one gradient
-        nn.init.normal_(self.letters.weight, std=0.02)
+        for table in (self.letters, self.places):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
         places = torch.arange(text.shape[1], device=text.device)
         return self.head(self.norm(self.blocks(self.letters(text) + self.places(places))))
 
 
-def learning_rate(step: int, steps: int, highest: float = 1e-3) -> float:
-    """Warm-up over a tenth of the steps, then down a cosine to a tenth."""
+def make_optimizer(name: str, model: GPT, reducer: ddp.Reducer) -> torch.optim.Optimizer:
+    """Makes sgd, adamw or muon. Muon steps the blocks' matrices, and AdamW all else."""
+    if name == "sgd":
+        return ddp.SGD(model.parameters(), lr=0.1, momentum=0.9, reducer=reducer)
+    if name == "adamw":
+        return ddp.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, reducer=reducer)
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    groups = [
+        {"params": matrices, "lr": 0.02, "weight_decay": 0.01},
+        {"params": others, "lr": 3e-3, "weight_decay": 0.1, "use_muon": False},
+    ]
+    return ddp.Muon(groups, reducer=reducer)
+
+
+def share_of_rate(step: int, steps: int) -> float:
+    """Warm-up over a tenth of the steps, then down a cosine to a tenth of the learning rate."""
     warmup = max(1, steps // 10)
     if step < warmup:
-        return highest * (step + 1) / warmup
+        return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
-    return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
 @torch.no_grad()
@@ -87,18 +104,20 @@ def train(options: argparse.Namespace) -> None:
         model = GPT(len(letters), length).to(world.device)
         ddp.broadcast_parameters(model)
         reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
-        optimizer = ddp.AdamW(model.parameters(), weight_decay=0.1, reducer=reducer)
+        optimizer = make_optimizer(options.optimizer, model, reducer)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: share_of_rate(step, options.steps)
+        )
         for step in range(options.steps):
             places = torch.randint(len(data) - length, (batch,))
             taken = torch.stack([data[place : place + length + 1] for place in places])
             taken = taken.to(world.device)
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, options.steps)
             optimizer.zero_grad()
             loss = cross_entropy(model(taken[:, :-1]).flatten(0, 1), taken[:, 1:].flatten())
             loss.backward()  # .grad holds the averages, so every rank computes the same norm
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            schedule.step()
             if world.rank == 0 and (step + 1) % max(1, options.steps // 10) == 0:
                 print(f"step {step + 1:>5}  loss of rank 0: {loss.item():.3f}", flush=True)
         checksum = ddp.check_sync(model)
@@ -114,6 +133,7 @@ def main() -> None:
         description=about, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "mpi"])
+    parser.add_argument("--optimizer", default="adamw", choices=["sgd", "adamw", "muon"])
     parser.add_argument("--text", type=Path, help="default: Python's documentation")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16, help="texts of a rank in a step")

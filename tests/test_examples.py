@@ -31,9 +31,15 @@ def test_the_table_lists_every_program():
     assert {*OWN, *OTHERS} == {name for name in listed if name.endswith(".py")}
 
 
-@pytest.mark.parametrize("program", OWN)
-def test_on_gloo(program, tmp_path):
-    printed = forked.run([str(FOLDER / program), *OWN[program]], 2, tmp_path)
+@pytest.mark.parametrize(
+    ("program", "more"),
+    [
+        *((program, []) for program in OWN),
+        *(("gpt.py", ["--optimizer", n]) for n in ["sgd", "muon"]),
+    ],
+)
+def test_on_gloo(program, more, tmp_path):
+    printed = forked.run([str(FOLDER / program), *OWN[program], *more], 2, tmp_path)
     assert re.search(r"parameters .* on 2 ranks", printed)
 
 

@@ -149,10 +149,8 @@ def load(path: Path) -> State:
     if not is_ours or not isinstance(state.get("version"), int):
         raise UnreadableError(foreign)
     if state["version"] > VERSION:
-        raise UsageError(
-            f"{path} has checkpoint version {state['version']}, this program reads up to "
-            f"{VERSION}: install a newer ddp_from_scratch"
-        )
+        newer = f"this program reads up to {VERSION}: install a newer ddp_from_scratch"
+        raise UsageError(f"{path} has checkpoint version {state['version']}, {newer}")
     try:
         check_contents(state)
     except UsageError as error:
@@ -202,15 +200,15 @@ def find_checkpoint(
         # Else a damaged file, as one of the newest two, would push out an intact one.
         damaged.rename(damaged.with_suffix(".unreadable"))
         report.warning(f"{text}; using {path.name} instead")
-    if state["model_spec"] != model_spec:
-        raise UsageError(
-            f"{path} holds {_describe(state['model_spec'])}, this run trains "
-            f"{_describe(model_spec)}: give the --model and --dataset it was made with"
-        )
+    saved, ours = _describe(state["model_spec"]), _describe(model_spec)
+    if saved != ours:
+        hint = "give the --model and --dataset it was made with"
+        raise UsageError(f"{path} holds {saved}, this run trains {ours}: {hint}")
+    settings.check_optimizer(state["settings"], path)
     try:
         check_fit(state, model)
     except UsageError as error:
-        raise UsageError(f"{path} does not fit {_describe(model_spec)}: {error}") from error
+        raise UsageError(f"{path} does not fit {ours}: {error}") from error
     report.line(f"resuming from {path}: epoch {state['epoch'] + 1}, step {state['step']}")
     return state
 
@@ -256,6 +254,7 @@ def _reason(error: BaseException) -> str:
 _SPEC = {"name": {str}, "channels": 1, "image_size": 1, "num_classes": 1}
 _SCALER = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), 0.0)
 _SCALER |= {"growth_interval": 0, "_growth_tracker": 0}
+_COUNTS = {"step": torch.tensor(0.0)}  # AdamW's
 _OTHERS = ("model", "optimizer", "scaler", "compression", "ready_order", "buckets", "rng")
 _LIKE = dict.fromkeys(_OTHERS) | {
     **{"epoch": 0, "step": 0, "images": 0, "world_size": 1, "global_batch_size": 1},
@@ -317,7 +316,7 @@ def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
     for index, of_one in state["optimizer"]["state"].items():
         _expect(index in of_index, f"the optimizer has a state for parameter {_short(index)}")
         _check(of_one, {}, "the optimizer's state")
-        like = {name: of_index[index] for name, value in of_one.items() if value is not None}
+        like = {k: _COUNTS.get(k, of_index[index]) for k, v in of_one.items() if v is not None}
         _check(of_one, like, f"the optimizer's state of parameter {index}")
 
     # The Reducer fills its buckets in this order, so it must name each parameter once.

@@ -56,6 +56,8 @@ class Engine:
                 ddp.convert_sync_batchnorm(self.model)
                 if not any(isinstance(layer, ddp.SyncBatchNorm) for layer in self.model.modules()):
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
+            if settings.optimizer == "muon":
+                hidden_matrices(self.model, settings.model)
             # With --elastic this process is alone until `_begin`.
             self.membership = Membership(world, settings.virtual_ranks or 1, settings.timeout)
             if not self.membership.elastic:
@@ -146,13 +148,7 @@ class Engine:
             self.reducer.register_comm_hook(self.power_sgd, ddp.power_sgd.power_sgd_hook)
         elif settings.compress is not None:
             self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
-        self.optimizer = ddp.SGD(
-            self.model.parameters(),
-            lr=settings.lr,
-            momentum=settings.momentum,
-            weight_decay=settings.weight_decay,
-            reducer=self.reducer,
-        )
+        self.optimizer = make_optimizer(settings, self.model, self.reducer)
         if settings.stragglers is not None:
             self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
         self.timeline: Timeline | None = None
@@ -304,6 +300,36 @@ class Engine:
         if not self.membership.elastic:
             dist.all_reduce(totals)
         return totals
+
+
+def make_optimizer(
+    settings: Settings, model: torch.nn.Module, reducer: ddp.Reducer
+) -> torch.optim.Optimizer:
+    """Makes `--optimizer`. Its state is numbered in the order of the model's parameters."""
+    rates: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    parameters = list(model.parameters())
+    if settings.optimizer == "adamw":
+        return ddp.AdamW(parameters, reducer=reducer, **rates)
+    assert settings.momentum is not None, "it has a default"
+    if settings.optimizer == "sgd":
+        return ddp.SGD(parameters, momentum=settings.momentum, reducer=reducer, **rates)
+    hidden = hidden_matrices(model, settings.model)
+    # A group for each parameter, as two groups would number the state in another order.
+    groups = [{"params": [p], "use_muon": id(p) in hidden} | rates for p in parameters]
+    return ddp.Muon(
+        groups, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw", reducer=reducer
+    )
+
+
+def hidden_matrices(model: torch.nn.Module, name: str) -> set[int]:
+    """Returns the ids of all matrices but the output layer's; a UsageError if there are none."""
+    found = {id(p) for p in [p for p in model.parameters() if p.ndim == 2][:-1]}
+    if not found:
+        raise UsageError(
+            f"--optimizer muon steps matrices of hidden layers, and {name} has none: use adamw, or "
+            f"a model that has some (mlp, vit_b_16)"
+        )
+    return found
 
 
 def buckets_to_begin_with(

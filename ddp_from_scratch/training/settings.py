@@ -20,6 +20,12 @@ MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...
 PRECISIONS = ("fp32", "bf16", "fp16")
 COMPRESSIONS = ("bf16", "fp16", "powersgd")
 POWERSGD_RANK = 2
+# Of each optimizer, the defaults of the settings that it takes.
+OPTIMIZERS: dict[str, dict[str, float]] = {
+    "sgd": {"lr": 0.05, "weight_decay": 1e-4, "momentum": 0.9},
+    "adamw": {"lr": 1e-3, "weight_decay": 1e-2},
+    "muon": {"lr": 5e-3, "weight_decay": 1e-2, "momentum": 0.95},
+}
 TIMELINE_STEPS = 5
 MAX_RESTARTS = 3
 # Settings that may differ between ranks: they concern one machine, or the output of rank 0.
@@ -41,6 +47,12 @@ def _must(
     expected: str, holds: Callable[[Any], bool], kind: Callable[[str], Any], metavar: str
 ) -> dict[str, Any]:
     return {"must": (expected, holds), "type": kind, "metavar": metavar}
+
+
+def _of_each(setting: str) -> str:
+    """Returns a setting's default of each optimizer that has it, for --help."""
+    values = [(name, own[setting]) for name, own in OPTIMIZERS.items() if setting in own]
+    return "(default: " + ", ".join(f"{value:g} of {name}" for name, value in values) + ")"
 
 
 def _check(options: Any) -> None:
@@ -147,14 +159,20 @@ class Settings:
     global_batch_size: int | None = _training(
         "images of all ranks in an optimizer step, instead of --batch-size", **_COUNT
     )
-    lr: float = _training("learning rate of SGD", 0.05, **_RATE)
+    optimizer: str = _training(
+        "muon is for the matrices of hidden layers: all else, and the last matrix, is stepped by "
+        "AdamW, with the same --lr (adjust_lr_fn=match_rms_adamw)",
+        "sgd",
+        choices=tuple(OPTIMIZERS),
+    )
+    lr: float | None = _training(f"learning rate {_of_each('lr')}", **_RATE)
     scale_lr: bool = _training(
         "--lr is meant for one rank's batch: multiply it by the number of batches in a step, with "
         "a warm-up over 5 epochs (Goyal et al. 2017)",
         False,
     )
-    momentum: float = _training("of SGD", 0.9, **_SHARE)
-    weight_decay: float = _training("of SGD", 1e-4, **_SHARE)
+    momentum: float | None = _training(f"of sgd and muon {_of_each('momentum')}", **_SHARE)
+    weight_decay: float | None = _training(f"of parameters {_of_each('weight_decay')}", **_SHARE)
     accumulate: int = _training("backward passes in an optimizer step", 1, **_COUNT)
     virtual_ranks: int | None = _training(
         "parts of a batch, a power of two: a rank computes several, and the result has the same "
@@ -232,6 +250,17 @@ class Settings:
 
     def __post_init__(self) -> None:
         _check(self)
+        # Not the fields' defaults, which would be one for all optimizers.
+        for name, default in OPTIMIZERS[self.optimizer].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        if self.momentum is not None and "momentum" not in OPTIMIZERS[self.optimizer]:
+            raise UsageError(f"--momentum is for sgd and muon, not {self.optimizer}: leave it out")
+        if self.elastic and self.optimizer == "muon" and self.precision == "fp16":
+            raise UsageError(
+                "--elastic cannot repeat the loss scaling of --precision fp16 with --optimizer "
+                "muon: use bf16"
+            )
         if self.virtual_ranks is not None and self.compress is not None:
             raise UsageError("--compress cannot be used with --virtual-ranks: leave it out")
         if self.virtual_ranks is not None and self.bucket_cap_mb == AUTO:
@@ -286,6 +315,7 @@ class Settings:
 
     def learning_rate(self, step: int, steps_per_epoch: int, world_size: int) -> float:
         """Returns the learning rate of optimizer step `step`, counted from 0 over the whole run."""
+        assert self.lr is not None, "it has a default"
         if not self.scale_lr:
             return self.lr
         # As Goyal et al., "Accurate, Large Minibatch SGD" (2017): k times the batch takes k times
@@ -293,6 +323,15 @@ class Settings:
         scale = self.parts(world_size) * self.accumulate
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
+
+    def check_optimizer(self, saved: dict[str, Any], path: Path) -> None:
+        """Raises a UsageError unless a checkpoint's optimizer is this one."""
+        before = saved.get("optimizer", "sgd")  # as in checkpoints from before the option
+        if before != self.optimizer:
+            raise UsageError(
+                f"{path} holds the state of --optimizer {before}, this run has "
+                f"{self.optimizer}: give --optimizer {before}"
+            )
 
     def to_compare(self) -> dict[str, str]:
         """Returns the options that must be equal on all ranks, with their values."""

@@ -15,6 +15,8 @@ UNKNOWN = "unrecognized arguments:"
 REFUSED = {
     "--lr": "argument --lr: expected one argument; see --help",
     "--lr 1e308": "--lr must be a positive number, at most 1e+30, got 1e+308",
+    "--optimizer adamw --momentum 0.5": "--momentum is for sgd and muon, not adamw: leave it out",
+    "--optimizer muon --elastic --precision fp16": "--elastic cannot repeat the loss scaling of",
     "--epochs 1.5": "argument --epochs: invalid int value: '1.5'; see --help",
     "--timeout 0": f"--timeout {SECONDS}, got 0.0",
     "--bucket-cap-mb big": "argument --bucket-cap-mb: must be a number or auto, got 'big'; see",
@@ -44,7 +46,7 @@ REFUSED = {
     "--batch-size 32 --global-batch-size 32": "argument --global-batch-size: not allowed with",
     **{
         f"{option} x": f"argument {option}: invalid choice: 'x' (choose from"
-        for option in ("--backend", "--dataset", "--precision", "--compress")
+        for option in ("--backend", "--dataset", "--precision", "--compress", "--optimizer")
     },
     # How ranks are started.
     "OMPI_COMM_WORLD_RANK=0 --nproc 2": "--nproc is for starting without a launcher, but mpirun "
@@ -69,6 +71,16 @@ def test_what_is_refused_is_one_line(words, monkeypatch):
     text = str(error.value)
     assert text.startswith(REFUSED[words])
     assert "\n" not in text
+
+
+def test_each_optimizer_has_its_own_defaults():
+    def rates(*words):
+        settings, _ = parse(words)
+        return settings.lr, settings.momentum, settings.weight_decay
+
+    assert rates() == (0.05, 0.9, 1e-4)
+    assert rates("--optimizer", "adamw") == (1e-3, None, 0.01)
+    assert rates("--optimizer", "muon", "--lr", "7", "--momentum", "0") == (7.0, 0.0, 0.01)
 
 
 def test_options_reach_their_settings():

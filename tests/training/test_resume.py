@@ -80,8 +80,8 @@ def run(world, folder, changes, stop=None, resume=None, on_rank=0):
     assert ended == (0 if stop is None else signal.SIGTERM), "every rank stops, if one was told"
     assert stop is None or stop < trainer.global_step <= stop + 2
     check_sync(trainer.model)
-    momentum = [s["momentum_buffer"] for s in trainer.optimizer.state.values()]
-    tensors = [*trainer.model.state_dict().values(), *momentum]
+    state = [t for of_one in trainer.optimizer.state.values() for t in of_one.values()]
+    tensors = [*trainer.model.state_dict().values(), *state]
     generators = random.getstate(), np.random.get_state()[1].tolist()
     return begin, [t.tolist() for t in tensors], torch.get_rng_state().tolist(), generators
 
@@ -112,6 +112,8 @@ def uninterrupted(ranks, tmp_path_factory):
     [
         *(("gloo-2", 0, {}), ("gloo-2", 3, {}), ("mpi-2", 4, {})),
         ("gloo-2", 7, {"sync_batch_norm": True}),
+        ("gloo-2", 3, {"optimizer": "adamw", "epochs": 1}),
+        ("mpi-2", 3, {"optimizer": "muon", "model": "mlp", "epochs": 1}),
         ("gloo-2", 17, POWERSGD | {"precision": "fp16"}),
         # From three ranks on the buckets' layout decides the order of sums, and the last bit.
         ("gloo-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
@@ -168,6 +170,10 @@ def refusals(world, stopped):
 
     told = refused(resume=str(max(stopped.glob("*.pt"))), model="other")
     assert "holds dropout for 10 classes of 1x8x8" in told
+    told = refused(resume=str(max(stopped.glob("*.pt"))), optimizer="adamw")
+    assert "holds the state of --optimizer sgd, this run has adamw: give --optimizer sgd" in told
+    told = refused(optimizer="muon", model="cnn")
+    assert "--optimizer muon steps matrices of hidden layers, and cnn has none: use adamw" in told
     first = make_trainer(world, stopped, resume="auto", momentum=0.5, weight_decay=0.0)
     (group,) = first.optimizer.param_groups  # settings decide, and not the checkpoint
     assert (group["momentum"], group["weight_decay"]) == (0.5, 0.0)
