@@ -149,8 +149,10 @@ class Reducer(CoreReducer):
         self.buffer_sync = BufferSync(module, process_group, ignore)
         self._checks = Checks(snapshot, ignore)
         self._virtual_ranks: VirtualRanks | None = None
+        self.tree_reduction: TreeReduction | None = None  # of virtual ranks
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.named, fuse_wgrad)
+            self.tree_reduction = self._virtual_ranks.reduction
 
         def options() -> Iterator[Extension]:
             # In call order: layout first, comparisons last. An option that is off costs nothing.
@@ -294,17 +296,13 @@ class Reducer(CoreReducer):
     def check_free(self, what: str) -> None:
         """Raises if virtual ranks fix the comm hook; `what` names the feature for the error."""
         if self._virtual_ranks is not None:
-            text = f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
-            raise RuntimeError(text)
+            raise RuntimeError(
+                f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
+            )
 
     def _check_idle(self, text: str) -> None:
         if any(bucket.begun for bucket in self.all_buckets):
             raise RuntimeError(text)
-
-    @property
-    def tree_reduction(self) -> TreeReduction | None:
-        """What sums over virtual ranks; None without them."""
-        return None if self._virtual_ranks is None else self._virtual_ranks.reduction
 
     # Weights ------------------------------------------------------------------------------------
 

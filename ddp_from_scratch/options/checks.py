@@ -133,9 +133,9 @@ class _FirstAverage(Extension):
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
 
-    def on_average(self, iteration: int, takes_part: bool) -> None:
+    def on_all_launched(self) -> RuntimeError | None:
         reducer: CoreReducer = self._of()
-        if iteration > 1:
+        if reducer.iteration > 0:
             # The first average may be repeated (`abort_step`), so this stays until the second.
             reducer.remove_extension(self)
         elif reducer.extension(DriftCheck) is None:
@@ -146,7 +146,8 @@ class _FirstAverage(Extension):
                 ignore = self._checks.ignore
                 drift = DriftCheck(EVERY_AFTER_WRITES, module, group, ignore, after_writes=True)
                 reducer.add_extension(drift)
-                drift.on_average(iteration, takes_part)
+                return drift.on_all_launched()
+        return None
 
 
 def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:

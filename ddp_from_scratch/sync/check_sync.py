@@ -92,7 +92,8 @@ def check_sync(
         module: its parameters are compared.
         process_group: the ranks that take part; None means all.
         optimizers: their state for these parameters is compared, too: tensors and numbers, also in
-            lists and dicts. Sharded state is compared among the ranks that hold it.
+            lists and dicts. Shards are compared among the ranks that hold them; with shard="world"
+            there is one each.
         ignore: names of parameters that are left out.
 
     Returns:
@@ -136,21 +137,22 @@ class DriftCheck(Extension):
     def on_set_step(self) -> None:
         self._optimizers.clear()  # on ranks that join, no optimizer has stepped yet
 
-    def on_average(self, iteration: int, takes_part: bool) -> None:
-        # Every rank takes part in an average, but one rank may run forward or step alone. Ranks
-        # without data in `join()` are not compared.
-        is_due, self._is_due = self._is_due, False
+    def on_all_launched(self) -> RuntimeError | None:
+        # Every rank takes part in an average, but one rank may run forward or step alone. And no
+        # parameter has changed yet, as it may later during an average (`backward_and_step`).
+        reducer = self._of()
+        iteration, is_due, self._is_due = reducer.iteration + 1, self._is_due, False
         if not is_due and iteration % self._every:
-            return
+            return None
+        has_no_data = reducer.joining and reducer.sender.mean == 0  # not compared
         with on_gpu_of(self._module):
             tensors = self._module, list(self._optimizers), self._ignore
-            held = _Held(*tensors) if takes_part else None
+            held = None if has_no_data else _Held(*tensors)
             try:
                 _compare(held, self._process_group, f"average {iteration}: ")
             except RuntimeError as error:
-                if not self._after_writes:
-                    raise
-                raise RuntimeError(f"{error}. {_WRITTEN}") from None
+                return RuntimeError(f"{error}. {_WRITTEN}") if self._after_writes else error
+        return None
 
 
 class _Held:
@@ -167,7 +169,8 @@ class _Held:
         self.of_parameters = len(self.tensors)  # parameters come first
         for number, optimizer in enumerate(optimizers):
             whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
-            for name, parameter in named:
+            divided = getattr(optimizer, "shard", "none") == "world"  # each rank has its own part
+            for name, parameter in named if not divided else ():
                 for key, value in _values(optimizer.state.get(parameter)):
                     self.tensors[f"{key} in the state of {whose} for parameter {name}"] = value
         numbers = checksums(list(self.tensors.values()))

@@ -148,7 +148,9 @@ class Engine:
             self.reducer.register_comm_hook(self.power_sgd, ddp.power_sgd.power_sgd_hook)
         elif settings.compress is not None:
             self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
-        self.optimizer = make_optimizer(settings, self.model, self.reducer)
+        self.optimizer: Any = make_optimizer(settings, self.model, self.reducer)
+        plain = settings.virtual_ranks is None and settings.compress is None
+        self.steps_in_backward = settings.shard != "none" and plain and settings.precision != "fp16"
         if settings.stragglers is not None:
             self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
         self.timeline: Timeline | None = None
@@ -201,7 +203,8 @@ class Engine:
         if meeting.source is None or meeting.same_state:
             return None
         is_source = self.world.rank == meeting.source
-        mine = self._state() | {"rng": [], "totals": self.totals} if is_source else None
+        state = self._state(self.optimizer.state_dict())
+        mine = state | {"rng": [], "totals": self.totals} if is_source else None
         found: checkpoint.State = broadcast_state(mine, meeting.source)
         return found
 
@@ -215,11 +218,12 @@ class Engine:
             generators = gather_objects(checkpoint.rng_state(), self.group)
         compressed, totals = self._power_sgd_of_all(), self._totals_of_all()
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
+        of_optimizer = self.optimizer.state_dict()  # collective with --shard world
         with raise_on_all_ranks(self.group):
             if self.world.rank == 0:
-                self.saved_as = checkpoint.save(folder, self._state() | of_all)
+                self.saved_as = checkpoint.save(folder, self._state(of_optimizer) | of_all)
 
-    def _state(self) -> checkpoint.State:
+    def _state(self, of_optimizer: dict[str, Any]) -> checkpoint.State:
         """Returns the part of a checkpoint that is the same on every rank."""
         batch, buckets = self.sampler.global_batch_size, None
         if self.reducer.bucket_cap_mb is not None:  # None while "auto" is still searching
@@ -227,7 +231,7 @@ class Engine:
         return {
             "model": self.model.state_dict(),
             "model_spec": self.model_spec,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": of_optimizer,
             "scaler": self.scaler.state_dict(),
             "ready_order": self.reducer.ready_order,
             "buckets": buckets,
@@ -307,12 +311,13 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Makes `--optimizer`. Its state is numbered in the order of the model's parameters."""
     rates: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
-    parameters = list(model.parameters())
+    parameters, shard = list(model.parameters()), settings.shard
     if settings.optimizer == "adamw":
-        return ddp.AdamW(parameters, reducer=reducer, **rates)
+        return ddp.AdamW(parameters, reducer=reducer, shard=shard, **rates)
     assert settings.momentum is not None, "it has a default"
     if settings.optimizer == "sgd":
-        return ddp.SGD(parameters, momentum=settings.momentum, reducer=reducer, **rates)
+        momentum = settings.momentum
+        return ddp.SGD(parameters, momentum=momentum, reducer=reducer, shard=shard, **rates)
     hidden = hidden_matrices(model, settings.model)
     # A group for each parameter, as two groups would number the state in another order.
     groups = [{"params": [p], "use_muon": id(p) in hidden} | rates for p in parameters]

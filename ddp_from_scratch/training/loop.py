@@ -176,7 +176,8 @@ class Trainer(Engine):
             wait(dist.all_reduce(totals, async_op=True))
         # Muon's step communicates, but before it changes anything. Nothing communicates after that,
         # so a step that a lost rank aborts changes nothing.
-        self.scaler.step(self.optimizer)
+        if not self.steps_in_backward:
+            self.scaler.step(self.optimizer)
         self.totals += totals
         before = self.scaler.get_scale() if self.power_sgd is not None else 1.0
         self.scaler.update()
@@ -199,7 +200,11 @@ class Trainer(Engine):
                     outputs = self.model(images)
                     loss = cross_entropy(outputs, labels)
                 # Divided here, because gradients of several backward passes add up.
-                self.scaler.scale(loss / settings.accumulate).backward()
+                part = loss / settings.accumulate
+                if self.steps_in_backward and not remaining:
+                    self.optimizer.backward_and_step(part)
+                else:
+                    self.scaler.scale(part).backward()
             totals += _count(loss, outputs, labels)
             self.losses.see(loss, self.global_step)
         return totals

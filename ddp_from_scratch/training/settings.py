@@ -165,6 +165,12 @@ class Settings:
         "sgd",
         choices=tuple(OPTIMIZERS),
     )
+    shard: str = _training(
+        "ranks divide the step of sgd and adamw, and its state: those of a machine, which share "
+        "parameters (node), or all (world)",
+        "none",
+        choices=("none", "node", "world"),
+    )
     lr: float | None = _training(f"learning rate {_of_each('lr')}", **_RATE)
     scale_lr: bool = _training(
         "--lr is meant for one rank's batch: multiply it by the number of batches in a step, with "
@@ -261,6 +267,8 @@ class Settings:
                 "--elastic cannot repeat the loss scaling of --precision fp16 with --optimizer "
                 "muon: use bf16"
             )
+        if self.shard != "none":
+            self._check_shard()
         if self.virtual_ranks is not None and self.compress is not None:
             raise UsageError("--compress cannot be used with --virtual-ranks: leave it out")
         if self.virtual_ranks is not None and self.bucket_cap_mb == AUTO:
@@ -312,6 +320,17 @@ class Settings:
                 f"--accumulate {self.accumulate} = {parts}, got {self.global_batch_size}"
             )
         return self.global_batch_size // parts
+
+    def _check_shard(self) -> None:
+        alone = {"--elastic": self.elastic, "--optimizer muon": self.optimizer == "muon"}
+        if self.shard == "node":
+            alone["--virtual-ranks"] = self.virtual_ranks is not None
+            alone["--no-shared-memory"] = not self.shared_memory
+            alone["--backend nccl"] = self.backend == "nccl"
+        for name in (name for name, given in alone.items() if given):
+            raise UsageError(
+                f"--shard {self.shard} cannot be used with {name}: leave one of them out"
+            )
 
     def learning_rate(self, step: int, steps_per_epoch: int, world_size: int) -> float:
         """Returns the learning rate of optimizer step `step`, counted from 0 over the whole run."""

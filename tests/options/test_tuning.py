@@ -225,7 +225,7 @@ def run(world, folder, resume):
         trainer = make(kind=lambda **auto: Trainer(settings, world))
         began = trainer.reducer.bucket_cap_mb
         trainer.run()
-    return began, trainer._state()["buckets"], [call.args[0] for call in line.mock_calls]
+    return began, trainer._state({})["buckets"], [call.args[0] for call in line.mock_calls]
 
 
 def test_run_py_keeps_and_tells_what_it_chose(ranks, tmp_path):

@@ -113,6 +113,7 @@ def uninterrupted(ranks, tmp_path_factory):
         *(("gloo-2", 0, {}), ("gloo-2", 3, {}), ("mpi-2", 4, {})),
         ("gloo-2", 7, {"sync_batch_norm": True}),
         ("gloo-2", 3, {"optimizer": "adamw", "epochs": 1}),
+        ("gloo-2", 3, {"optimizer": "adamw", "epochs": 1, "shard": "world"}),
         ("mpi-2", 3, {"optimizer": "muon", "model": "mlp", "epochs": 1}),
         ("gloo-2", 17, POWERSGD | {"precision": "fp16"}),
         # From three ranks on the buckets' layout decides the order of sums, and the last bit.
@@ -146,7 +147,12 @@ def contents(folder):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"sync_batch_norm": True}, slow({"model": "mlp", "precision": "fp16"})]
+    "changes",
+    [
+        {"sync_batch_norm": True},
+        slow({"model": "mlp", "precision": "fp16"}),
+        slow({"optimizer": "adamw", "shard": "world"}),
+    ],
 )
 def test_a_run_on_virtual_ranks_is_resumed_on_another_number_of_ranks(
     ranks, uninterrupted, tmp_path, changes
