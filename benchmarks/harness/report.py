@@ -47,6 +47,28 @@ def draw_lines(
     _save(name, figure, folder)
 
 
+def draw_curves(
+    name: str,
+    title: str,
+    what: str,
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
+    folder: Path,
+) -> None:
+    """Draws the file `name`: `what` over each panel's axis, with a curve per label."""
+    if pyplot is None:
+        print(_NO_PICTURE, flush=True)
+        return
+    figure, plots = pyplot.subplots(1, len(panels), sharey=True, figsize=(10, 4))
+    for plot, (axis, curves) in zip(plots, panels.items(), strict=True):
+        for label, (places, values) in curves.items():
+            plot.plot(places, values, label=label)
+        plot.set(xlabel=axis)
+    plots[0].set(ylabel=what)
+    plots[0].legend()
+    figure.suptitle(title)
+    _save(name, figure, folder)
+
+
 def write(name: str, title: str, samples: Any, folder: Path, **settings: Any) -> None:
     """Writes samples, settings and a description of the machine to a JSON file."""
     save(name, content_of(title, samples, **settings), folder)

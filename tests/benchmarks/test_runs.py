@@ -22,6 +22,7 @@ RUNS = {
     "overlap": f"{GLOO} {SMALL} {TWICE} --cap 1",
     "memory": f"{GLOO} {SMALL} --contender '{NO_COMMUNICATION}'",
     "ladder": "--model mlp --steps 2",
+    "optimizers": f"{GLOO} {TWICE} {SMALL} --steps 10",
     "scaling": f"{GLOO} {TWICE} --nproc 2",
     "allreduce": "--quick --bytes 4096 --collective all_reduce all_gather",
     "start_time": "--ranks 2 --rounds 1",
