@@ -61,7 +61,8 @@ def bars(path, panels, log=False):
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:.0e}")  # 1e-16, as the programs print it
         if len(parts) > 1:
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.1), "ncols": 2}
+            below = -0.1 - 0.07 * max(bar.count("\n") for bar in groups)  # the bars' names
+            place = {"loc": "upper center", "bbox_to_anchor": (0.5, below), "ncols": 3}
             axes.legend(**place, frameon=False, fontsize=9)
     _save(figure, path)
 

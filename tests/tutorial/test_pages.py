@@ -13,6 +13,7 @@ from tutorial.chapters import programs, samples
 
 TUTORIAL = ROOT / "tutorial"
 LIBRARY = ROOT / "ddp_from_scratch"
+LINK = re.compile(r"\[([\w/]+\.(?:py|md))\]\(([^)\s]+)\)")
 
 
 def test_the_first_page_lists_all_chapters_and_twelve_words():
@@ -73,6 +74,12 @@ def test_pages_ask_before_a_program_runs_and_quote_no_measured_times():
         # A new run would make them false.
         measured = set(re.findall(r"([\d.]+) ms\b", prose_of(page))) - given
         assert measured == set(), name
+
+
+def test_a_link_with_the_name_of_a_file_leads_to_that_file():
+    found = [link for path in TUTORIAL_PAGES for link in LINK.findall(path.read_text())]
+    assert len(found) > 30
+    assert [(label, target) for label, target in found if not target.endswith(label)] == []
 
 
 def prose_of(page):

@@ -110,14 +110,14 @@ def main():
         __doc__,
         nproc=2,
         steps=(40, "steps of each training"),
-        batch=(32, "windows of 64 bytes in a step, of all ranks together"),
+        batch=(16, "windows of 64 bytes in a step of each rank; alone takes those of all"),
         write=(0, "bytes that the trained model writes at the end"),
     )
-    found = {}
+    found, windows = {}, options.nproc * options.batch
     for way in ("alone", "naive", "buckets", "library"):
         nproc = 1 if way == "alone" else options.nproc
-        found[way] = start(train, nproc, way, options.steps, options.batch)[0]
-    show(found, options.batch * CONTEXT, options.picture)
+        found[way] = start(train, nproc, way, options.steps, windows)[0]
+    show(found, windows * CONTEXT, options.picture)
     if options.write:
         model = Model()
         model.load_state_dict(found["library"][2])
