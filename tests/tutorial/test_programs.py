@@ -1,6 +1,7 @@
 """The tutorial's programs print what their chapters show, and draw; exercises and solutions."""
 
 import io
+import os
 import re
 import runpy
 import subprocess
@@ -68,6 +69,18 @@ def test_prints_what_the_chapter_shows(command, printed, run):
 
 def test_every_program_is_shown():
     assert {command.split()[2] for command, _ in SAMPLES} == set(map(module_of, PROGRAMS))
+
+
+@pytest.mark.slow
+def test_a_program_with_ranks_runs_by_its_path_from_any_folder(tmp_path):
+    """tests/test_package.py tries `--help` of all programs."""
+    pytest.importorskip("matplotlib")
+    program = TUTORIAL / "03_all_reduce" / "ring.py"
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(program)]
+    printed = subprocess.check_output(command, cwd=tmp_path, env=environ, text=True, timeout=100)
+    assert form(printed) == form(dict(SAMPLES)["python -m tutorial.03_all_reduce.ring"])
+    assert (tmp_path / "tutorial-pictures" / "ring.png").exists()
 
 
 class Reports:
