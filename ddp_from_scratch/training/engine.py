@@ -202,9 +202,9 @@ class Engine:
                 self._open_outputs()
         if meeting.source is None or meeting.same_state:
             return None
-        is_source = self.world.rank == meeting.source
-        state = self._state(self.optimizer.state_dict())
-        mine = state | {"rng": [], "totals": self.totals} if is_source else None
+        mine = None
+        if self.world.rank == meeting.source:
+            mine = self._state(self.optimizer.state_dict()) | {"rng": [], "totals": self.totals}
         found: checkpoint.State = broadcast_state(mine, meeting.source)
         return found
 

@@ -80,7 +80,8 @@ def run(world, folder, changes, stop=None, resume=None, on_rank=0):
     assert ended == (0 if stop is None else signal.SIGTERM), "every rank stops, if one was told"
     assert stop is None or stop < trainer.global_step <= stop + 2
     check_sync(trainer.model)
-    state = [t for of_one in trainer.optimizer.state.values() for t in of_one.values()]
+    of_optimizer = trainer.optimizer.state_dict()["state"]
+    state = [t for of_one in of_optimizer.values() for t in of_one.values()]
     tensors = [*trainer.model.state_dict().values(), *state]
     generators = random.getstate(), np.random.get_state()[1].tolist()
     return begin, [t.tolist() for t in tensors], torch.get_rng_state().tolist(), generators
