@@ -17,10 +17,12 @@ def show(names, ranks, path):
     print(f"machines: {len({place[-1] for place in places})}")
     same = all(its.equal(parameters[0]) for its in parameters)
     print(f"parameters are {'the same' if same else 'NOT the same'} on all ranks")
+    lengths = [marks[-1] - marks[0] for marks in by_rank[0]]
+    middle = sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
     rows = {}
     for rank, steps in enumerate(by_rank):
-        step = steps[len(steps) // 2]
+        step = steps[middle]
         # Clocks of two machines differ, so each rank's step begins at its own 0.
         spans = pairwise(1000 * (mark - step[0]) for mark in step)
         rows[f"rank {rank}"] = [(name, *s) for name, s in zip(names, spans, strict=True)]
-    pictures.timelines(path, {"one step": rows})
+    pictures.timelines(path, {"the step of median length": rows})
