@@ -45,9 +45,11 @@ bench: .venv/bench ## measure beside torch's DDP; ARGS=--quick is rough
 	.venv/bin/python -m benchmarks $(ARGS)
 
 docs: .venv/docs ## build the site into build/site
-	.venv/bin/python run.py --epochs 1 --quiet --timeline build/timeline
-	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
-	@echo "build/site/index.html; with search: python -m http.server -d build/site"
+	rm -rf build/pages build/site
+	.venv/bin/python tools/site_pages.py build/pages
+	PYTHONPATH=tools .venv/bin/python -m sphinx -qWa -c tools/site build/pages build/site -d build/doctrees
+	.venv/bin/python run.py --model resnet18 --dataset fake --epochs 1 --quiet --timeline build/site/timeline
+	@echo "build/site/index.html"
 
 lint: .venv/lint ## check style and types
 	.venv/bin/ruff check .

@@ -1,33 +1,60 @@
-"""Makes the pages of the site from the repository's Markdown files and its code; called by mkdocs.
+"""python tools/site_pages.py FOLDER: writes the site as a tree of plain Markdown files.
 
-A page lies in the site where its file lies in the repository, so that links between files hold.
-Code that a page links to becomes a page, too: a room of the package its reference from the
-docstrings, any other program its text.
+A page lies in FOLDER where its file lies in the repository, so that links between files hold. Code
+that a page links to becomes a page with its text. `api_pages.py` writes the API reference. Any
+generator can build the tree; `make docs` takes Sphinx (`tools/site/conf.py`), with `CONTENTS` as
+its table of contents.
 """
 
+import ast
 import re
+import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
+import api_pages
+from api_pages import PACKAGE, ROOT
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "ddp_from_scratch"
-FOLDERS = ("docs", "tutorial", "examples", "benchmarks")
 PICTURES = (".png", ".svg")
-# Written by `make docs` before the pages are built.
-TIMELINE = ROOT / "build" / "timeline"
-_TIMELINE_PAGE = """# A timeline
+FOLDERS = ("docs", "tutorial", "examples", "benchmarks")
+CODE = ("ddp_from_scratch", "tutorial", "examples", "benchmarks", "tools")
+# What a reader needs first stands first.
+HOW_TO = (
+    *("start", "torch-ddp", "from-horovod", "checkpoints", "uneven-data", "models", "buckets"),
+    *("optimizers", "comm-hooks", "find-faults", "timeline", "gpu", "mpi", "shared-memory"),
+    *("slurm", "elastic", "same-bits", "extensions"),
+)
+CHAPTERS = [
+    f"tutorial/{path.parent.name}/README.md"
+    for path in sorted((ROOT / "tutorial").glob("*/README.md"))
+]
+ROOMS = sorted(init.parent for init in PACKAGE.glob("*/__init__.py"))
+INSIDE = "ddp_from_scratch/inside.md"
+# By caption, pages with the pages below them.
+CONTENTS: dict[str, dict[str, list[str]]] = {
+    "Start": {"docs/how-it-works.md": []},
+    "Learn": {"tutorial/README.md": CHAPTERS, "examples/README.md": []},
+    "How to": {f"docs/how-to/{name}.md": [] for name in HOW_TO},
+    "Reference": {
+        "api/README.md": [f"api/{entry}.md" for entry in api_pages.ENTRIES],
+        "docs/reference.md": [],
+        "docs/private-names.md": [],
+    },
+    "Measured": {"benchmarks/README.md": [], "timeline/README.md": []},
+    "Change it": {
+        **{name: [] for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md")},
+        INSIDE: [f"ddp_from_scratch/{room.name}/README.md" for room in ROOMS],
+    },
+}
+ASIDE = "---\nnosearch: true\n---\n\n"  # Sphinx leaves the page out of its search
+_TIMELINE = """# A timeline
 
-`python run.py --epochs 1 --timeline timeline` has written it ([alone](timeline.html)).
-Zoom with the wheel, and move over a bar; [See a step](../docs/how-to/timeline.md) says how to read
-it.
+`python run.py --model resnet18 --dataset fake --epochs 1 --timeline timeline` wrote this page
+(<a href="timeline.html">open it alone</a>). Zoom with the wheel or the buttons, and point at a bar.
+[See a step](../docs/how-to/timeline.md) explains how to read it.
 
-<iframe src="timeline.html" title="a timeline"
-    style="width: 100%; height: 34rem; border: 0"></iframe>
+<iframe src="timeline.html" title="a timeline"></iframe>
 """
 _LINK = re.compile(
     r"(?P<before>!?\[(?P<text>[^\]]*)\]\()(?!\w+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
@@ -35,105 +62,92 @@ _LINK = re.compile(
 _FENCE = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
 
 
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lists the pages in the order in which they are read; their titles are their headings."""
-    tutorial = sorted((ROOT / "tutorial").glob("*/README.md"))
-    config.nav = [
-        {"Start": ["README.md", "docs/how-it-works.md"]},
-        {"Learn": _names([*(ROOT / "tutorial").glob("README.md"), *tutorial])},
-        {"How to": _names(sorted((ROOT / "docs" / "how-to").glob("*.md")))},
-        {"Examples": _names(sorted((ROOT / "examples").glob("*.md")))},
-        {"Benchmarks": ["benchmarks/README.md", "timeline/README.md"]},
-        {
-            "Reference": [
-                "docs/reference.md",
-                "docs/private-names.md",
-                {"Code": [f"{room}/README.md" for room in _names(_rooms())]},
-            ]
-        },
-        {"Change it": ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md"]},
-    ]
-    config.nav = [tab for tab in config.nav if any(tab.values())]
-    return config
+def write(folder: Path) -> None:
+    """Writes all pages and the pictures that they show."""
+    texts = pages()
+    for name, text in texts.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    for picture in _files(FOLDERS, *PICTURES):
+        (folder / picture).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / picture, folder / picture)
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Replaces the files of `docs_dir` by those of the repository, and the pages made of code."""
-    found = Files([file for file in files if not (ROOT / "docs" / file.src_uri).exists()])
-    for path in _pages():
-        source = str(path.relative_to(ROOT))
-        found.append(File(source, str(ROOT), config.site_dir, use_directory_urls=False))
-    for room in _rooms():
-        name = f"{room.relative_to(ROOT)}/README.md"
-        found.append(File.generated(config, name, content=_reference(room)))
-    for program in _programs():
-        name = f"{program.relative_to(ROOT)}.md"
-        text = f"# {program.name}\n\n```python\n{program.read_text()}```\n"
-        found.append(File.generated(config, name, content=text))
-    found.append(File.generated(config, "timeline/README.md", content=_TIMELINE_PAGE))
-    found.append(File.generated(config, "timeline/timeline.html", content=_timeline()))
-    return found
+def pages() -> dict[str, str]:
+    """Returns the text of each page, by its path in the tree."""
+    texts = {name: (ROOT / name).read_text() for name in _files(FOLDERS, ".md")}
+    texts |= {path.name: path.read_text() for path in sorted(ROOT.glob("*.md"))}
+    texts |= api_pages.pages()
+    texts["timeline/README.md"] = _TIMELINE
+    texts[INSIDE] = ASIDE + _inside()
+    for room in ROOMS:
+        texts[f"ddp_from_scratch/{room.name}/README.md"] = ASIDE + _room(room)
+    for name in ["run.py", "noxfile.py", *_files(CODE, ".py")]:
+        title = name if name.startswith("tutorial") else name.removeprefix("ddp_from_scratch/")
+        code = (ROOT / name).read_text()
+        texts[f"{name}.md"] = f"{ASIDE}# {title}\n\n```python\n{code}```\n"
+    texts["index.md"] = _landing(texts.pop("README.md"))
+    return {name: _with_links(name, text, texts) for name, text in texts.items()}
 
 
-def _timeline() -> str:
-    try:
-        return (TIMELINE / "timeline.html").read_text()
-    except FileNotFoundError as error:
-        raise PluginError(f"{error.filename} is missing: make docs writes it") from None
-
-
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def _with_links(name: str, markdown: str, there: Iterable[str]) -> str:
     """Points links to code and folders at the pages that stand for them."""
-    here = (ROOT / page.file.src_uri).parent
     parts = _FENCE.split(markdown)
     # Every second part is a fenced block.
-    parts[::2] = [_LINK.sub(lambda link: _resolved(here, link, files), part) for part in parts[::2]]
+    parts[::2] = [_LINK.sub(lambda link: _resolved(name, link, there), part) for part in parts[::2]]
     return "".join(parts)
 
 
-def _resolved(here: Path, link: re.Match[str], files: Files) -> str:
-    path, anchor = (here / link["path"]).resolve(), link["anchor"] or ""
-    page = path
-    if path.is_dir():
-        page = path / "README.md"
-    elif path.suffix == ".py" and PACKAGE in path.parents:
-        module = path.relative_to(ROOT).with_suffix("").parts
-        page, anchor = ROOT / Path(*module[:2]) / "README.md", f"#{'.'.join(module)}"
+def _resolved(name: str, link: re.Match[str], there: Iterable[str]) -> str:
+    path, anchor = (ROOT / name).parent / link["path"], link["anchor"] or ""
+    page = str(path.resolve().relative_to(ROOT))
+    if path.suffix in PICTURES:
+        return link[0]
+    if page == "README.md":
+        page = "index.md"
+    elif path.is_dir():
+        page = f"{page}/README.md"
     elif path.suffix == ".py":
-        page = path.with_name(f"{path.name}.md")
-    name = str(page.relative_to(ROOT))
-    if path.exists() and files.get_file_from_path(name) is None:
+        # To the entry of a public name, else to the text of the file, which has no anchors.
+        entry = api_pages.ENTRY_OF.get(anchor.removeprefix("#"))
+        page, anchor = (f"api/{entry}.md", anchor.lower()) if entry else (f"{page}.md", "")
+    if path.exists() and page not in there:
         return link["text"]  # it is there, and no part of the site
-    up = len(here.relative_to(ROOT).parts) * "../"
-    return f"{link['before']}{up}{name}{anchor})"
+    return f"{link['before']}{'../' * name.count('/')}{page}{anchor})"
 
 
-def _names(paths: Iterable[Path]) -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in paths]
+def _files(folders: Iterable[str], *endings: str) -> list[str]:
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    return sorted(str(p.relative_to(ROOT)) for p in found if p.suffix in endings)
 
 
-def _pages() -> list[Path]:
-    """Markdown files and the pictures beside them."""
-    inside = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
-    kept = [path for path in inside if path.suffix in (".md", *PICTURES)]
-    return [*sorted(ROOT.glob("*.md")), *sorted(kept)]
+def _inside() -> str:
+    """The page above the rooms, for those who change the code."""
+    rows = [f"- [{room.name}]({room.name}/README.md): {_first_line(room)}" for room in ROOMS]
+    alone = sorted(path for path in PACKAGE.glob("*.py") if path.name[:2] != "__")
+    rows += [f"- [{path.name}]({path.name}.md): {_first_line(path)}" for path in alone]
+    text = (
+        "The folders of the package, for those who change it. [The house](../docs/how-it-works.md"
+    )
+    text += "#the-house) says which imports which. Programs need only [the API](../api/README.md)."
+    return "\n".join(["# Inside the package\n", f"{text}\n", *rows, ""])
 
 
-def _rooms() -> list[Path]:
-    """The package's folders of code, and the modules beside them, each as a folder of one."""
-    alone = [path.with_suffix("") for path in PACKAGE.glob("*.py") if path.stem[:2] != "__"]
-    return sorted([*alone, *(init.parent for init in PACKAGE.glob("*/__init__.py"))])
+def _room(room: Path) -> str:
+    rows = [f"- [{p.name}]({p.name}.md): {_first_line(p)}" for p in sorted(room.glob("[!_]*.py"))]
+    return "\n".join([f"# {room.name}\n", f"{_first_line(room)}\n", *rows, ""])
 
 
-def _programs() -> list[Path]:
-    """Programs that readers run or open."""
-    inside = (path for folder in ("tutorial", "examples") for path in (ROOT / folder).rglob("*.py"))
-    return [ROOT / "run.py", *sorted(inside)]
+def _first_line(code: Path) -> str:
+    text = (code / "__init__.py" if code.is_dir() else code).read_text()
+    return (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
 
 
-def _reference(room: Path) -> str:
-    """The page of a room: its docstring, and all its modules."""
-    found = room.glob("*.py") if room.is_dir() else [room.with_suffix(".py")]
-    modules = sorted(path for path in found if not path.stem.startswith("__"))
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules]
-    return "\n\n".join([f"# {room.name}", *(f"::: {name}" for name in names)]) + "\n"
+def _landing(readme: str) -> str:
+    """The first page: parts of the README, side by side."""
+    return readme
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))

@@ -52,6 +52,10 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
+    """A page's headings as GitHub names them. In a module, what it defines, and its own name."""
+    if page.suffix == ".py":
+        defined = re.findall(r"^(?:def|class) (\w+)", page.read_text(), re.MULTILINE)
+        return {page.stem, *defined}
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}
