@@ -110,6 +110,7 @@ SET = [
     ),
     Benchmark("overlap", ("--model", "mlp"), obstacle=needs_two_ranks),
     Benchmark("ladder", (), None, (), obstacle=needs_two_ranks),
+    Benchmark("beside", (), None, (), obstacle=needs_two_ranks),
     Benchmark("memory", ("--model", "mlp", "--contender", NO_COMMUNICATION, *_FEW[1:])),
     Benchmark(
         "memory",

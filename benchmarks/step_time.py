@@ -1,47 +1,77 @@
 """python -m benchmarks.step_time: runs `python -m ddp_from_scratch.bench`, and draws the results.
 
 It takes the options of that program, which is part of the installed package. It writes every sample
-and draws the medians, to benchmarks/results unless --results names another folder.
+to benchmarks/results unless --results names another folder, and beside them a picture of the
+contenders that a reader chooses from, as multiples of torch's DDP. The tables have the others.
+
+    python -m benchmarks.step_time --draw FILE.json    draws such a file again, and times nothing
 """
 
+import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness.report import RESULTS, Bar, draw_bars
-from ddp_from_scratch.bench.__main__ import described, main
-from ddp_from_scratch.bench.contenders import OPTIMIZERS
-from ddp_from_scratch.bench.results import Run, kind
+from ddp_from_scratch.bench.__main__ import main
+from ddp_from_scratch.bench.results import Run, Samples, kind
 from ddp_from_scratch.bench.timing import Job
 from ddp_from_scratch.bench.workloads import workload
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 PROGRAM = "python -m benchmarks.step_time"
+# Without the optimizer's name and the backend; on mpi the same would be drawn twice.
+DRAWN = ("Reducer, views", "", ", shard=world", ", shard=node", ", shard=node, fuse_wgrad")
+_DRAWN_NAME = re.compile(r"(?:ddp\.\w+)?(.*?) on (?:gloo|nccl)(.*)")
 
 
 def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
+    """Draws the first way of running."""
+    title = f"{workload(job.model).name}; {job.nproc} ranks"
+    draw_run(job.file_name, title, next(iter(runs.values())), folder)
+
+
+def draw_file(path: Path) -> None:
+    """Draws a file that this program wrote."""
+    content = json.loads(path.read_text())
+    samples = [Samples(**sample) for sample in content["samples"]]
+    run = Run(samples, content["settings"]["way"] != "alone", content["disturbed"])
+    draw_run(path.stem, content["title"], run, path.parent)
+
+
+def draw_run(name: str, title: str, run: Run, folder: Path) -> None:
+    warning = "" if run.disturbed is None else "; NOT A QUIET MACHINE"
     draw_bars(
-        job.file_name,
-        f"a training step: {workload(job.model).name}; {job.nproc} ranks",
-        f"ms per step, fused {OPTIMIZERS[job.optimizer].name}; a bar ends at the median, its line "
-        f"spans the quartiles,\nthe number is the ratio to the fastest torch DDP on gloo (nccl)",
-        {f"{described(way, run)}{_warning(run)}": bars(run) for way, run in runs.items()},
+        name,
+        f"a training step: {title}{warning}",
+        "time / that of torch's DDP at its fastest setting; the line of a bar is the 95 % interval",
+        {"": bars(run)},
         folder,
+        unit=1.0,
     )
 
 
 def bars(run: Run) -> list[Bar]:
+    """Returns torch's DDP at its fastest, and this library's rows of `DRAWN` on gloo or nccl."""
     found = []
     for s in run.samples:
+        parts = _DRAWN_NAME.fullmatch(s.name)
+        ours = kind(s.name) == "ours" and parts is not None and "".join(parts.groups()) in DRAWN
         ratio = run.ratio(s, run.torch_ddp)
-        label = "" if ratio is None else f"{ratio[0]:.2f}"
-        found.append(Bar(s.name, s.quartiles, kind(s.name), label))
+        if ratio is not None and (ours or s is run.torch_ddp):
+            middle, low, high = ratio
+            name = re.sub(" on (gloo|nccl)", "", s.name)
+            found.append(Bar(name, (low, middle, high), kind(s.name), f"{middle:.2f}"))
     return found
 
 
-def _warning(run: Run) -> str:
-    return "" if run.disturbed is None else "; NOT A QUIET MACHINE"
+def start(arguments: list[str]) -> int:
+    if arguments[:1] == ["--draw"] and len(arguments) == 2:
+        draw_file(Path(arguments[1]))
+        return 0
+    return main(arguments, PROGRAM, RESULTS, draw)
 
 
 if __name__ == "__main__":
-    run_to_exit(lambda: main(sys.argv[1:], PROGRAM, RESULTS, draw))
+    run_to_exit(lambda: start(sys.argv[1:]))

@@ -93,10 +93,12 @@ def draw_bars(
     panels: Mapping[str, Sequence[Bar]],
     folder: Path,
     limit: str = "",
+    unit: float | None = None,
 ) -> None:
     """Draws the file `name` with a panel of bars per entry of `panels`.
 
-    `label` is that of the bars' axis; `limit` explains the bars' limits in the legend.
+    `label` is that of the bars' axis; `limit` explains the bars' limits in the legend; at `unit` a
+    line crosses all bars.
     """
     if pyplot is None:
         print(_NO_PICTURE, flush=True)
@@ -110,11 +112,15 @@ def draw_bars(
     )
     for plot, (panel, bars) in zip(plots.flat, panels.items(), strict=True):
         _draw_panel(plot, panel, bars)
+        if unit is not None:
+            plot.axvline(unit, color=COLOURS["torch"], linewidth=1)
     plots.flat[-1].set_xlabel(label)
     figure.suptitle(title, x=0.01, ha="left")
-    patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    used = {bar.kind for bars in panels.values() for bar in bars}
+    kinds = [(COLOURS[k], name) for k, name in zip(COLOURS, _LEGEND, strict=True) if k in used]
+    patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour, _ in kinds]
     marks = [pyplot.Line2D([], [], **_LIMIT)] if limit else []
-    names = [*_LEGEND, limit] if limit else _LEGEND
+    names = [*(name for _, name in kinds), *([limit] if limit else [])]
     figure.legend([*patches, *marks], names, loc="outside lower center", ncols=4)
     _save(name, figure, folder)
 

@@ -11,6 +11,7 @@ from ddp_from_scratch.watch.recorder import BucketTimes, RankTimes, Record, Span
 WIDTH = 100
 MOST = 12  # buckets per rank that get a line; a rank may have hundreds
 _LEAST = 0.05  # ms; shorter waits are not mentioned
+_LABELLED = 0.03  # of a picture's width; a longer bar has its ms written on it
 
 # By symbol: its meaning, its colour on a terminal, and its name in a picture.
 _KINDS = {
@@ -167,6 +168,7 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
     all_axes = figure.subplots(
         len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": counts}
     )[:, 0]
+    ends = [span[1] for rows in panels.values() for _, spans in rows for _, span in spans]
     for axes, (caption, rows) in zip(all_axes, panels.items(), strict=True):
         for place, (label, spans) in enumerate(rows):
             # The rows of a rank's main thread are taller than those of its buckets.
@@ -174,6 +176,9 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
             for symbol, (begin, end) in spans:
                 bar = [(begin, end - begin)], (place - height / 2, height)
                 axes.broken_barh(*bar, color=COLOURS[_KINDS[symbol][2]], linewidth=0)
+                if end - begin > _LABELLED * max(ends):
+                    at = (begin + end) / 2, place
+                    axes.text(*at, f"{end - begin:.0f}", ha="center", va="center", fontsize=7)
         axes.set_yticks(range(len(rows)), [label for label, _ in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         for side in ("top", "right", "left"):
@@ -183,7 +188,6 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
         axes.tick_params(axis="x", labelbottom=axes is all_axes[-1])
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
-    ends = [span[1] for rows in panels.values() for _, spans in rows for _, span in spans]
     all_axes[-1].set_xlim(0, max(ends))
     all_axes[-1].set_xlabel("ms")
     if title:

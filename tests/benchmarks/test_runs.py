@@ -23,6 +23,7 @@ RUNS = {
     "memory": f"{GLOO} {SMALL} --contender '{NO_COMMUNICATION}'",
     "ladder": "--model mlp --steps 2",
     "optimizers": f"{GLOO} {TWICE} {SMALL} --steps 10",
+    "beside": "--model mlp --steps 2",
     "scaling": f"{GLOO} {TWICE} --nproc 2",
     "allreduce": "--quick --bytes 4096 --collective all_reduce all_gather",
     "start_time": "--ranks 2 --rounds 1",
