@@ -16,6 +16,7 @@ from pathlib import Path
 import api_pages
 from api_pages import PACKAGE, ROOT
 
+TITLE = "# ddp_from_scratch"  # the README's
 PICTURES = (".png", ".svg")
 FOLDERS = ("docs", "tutorial", "examples", "benchmarks")
 CODE = ("ddp_from_scratch", "tutorial", "examples", "benchmarks", "tools")
@@ -33,7 +34,7 @@ ROOMS = sorted(init.parent for init in PACKAGE.glob("*/__init__.py"))
 INSIDE = "ddp_from_scratch/inside.md"
 # By caption, pages with the pages below them.
 CONTENTS: dict[str, dict[str, list[str]]] = {
-    "Start": {"docs/how-it-works.md": []},
+    "Start": {"README.md": [], "docs/README.md": [], "docs/how-it-works.md": []},
     "Learn": {"tutorial/README.md": CHAPTERS, "examples/README.md": []},
     "How to": {f"docs/how-to/{name}.md": [] for name in HOW_TO},
     "Reference": {
@@ -87,7 +88,8 @@ def pages() -> dict[str, str]:
         title = name if name.startswith("tutorial") else name.removeprefix("ddp_from_scratch/")
         code = (ROOT / name).read_text()
         texts[f"{name}.md"] = f"{ASIDE}# {title}\n\n```python\n{code}```\n"
-    texts["index.md"] = _landing(texts.pop("README.md"))
+    readme = texts["README.md"]
+    texts |= {"index.md": _landing(readme), "README.md": readme.replace(TITLE, "# Overview", 1)}
     return {name: _with_links(name, text, texts) for name, text in texts.items()}
 
 
@@ -104,9 +106,7 @@ def _resolved(name: str, link: re.Match[str], there: Iterable[str]) -> str:
     page = str(path.resolve().relative_to(ROOT))
     if path.suffix in PICTURES:
         return link[0]
-    if page == "README.md":
-        page = "index.md"
-    elif path.is_dir():
+    if path.is_dir():
         page = f"{page}/README.md"
     elif path.suffix == ".py":
         # To the entry of a public name, else to the text of the file, which has no anchors.
@@ -145,8 +145,38 @@ def _first_line(code: Path) -> str:
 
 
 def _landing(readme: str) -> str:
-    """The first page: parts of the README, side by side."""
-    return readme
+    """The first page: parts of the README, side by side where there is room."""
+    head = readme.partition("\n\n```python\n")[0]
+    program, commands, *_ = _FENCE.findall(readme)
+    table = re.search(r"^\|.*?(?=\n\n)", readme, re.DOTALL | re.MULTILINE)
+    picture = re.search(r"^!\[.*\)$", readme, re.MULTILINE)
+    assert table is not None
+    assert picture is not None
+    about = "A step's time as a multiple of torch's DDP at its fastest, 2 ranks on 2 cores"
+    return f"""---
+hide-toc: true
+---
+
+{head}
+
+<div class="landing"><div>
+
+{program}
+
+</div><div>
+
+{commands}
+
+{about} ([more](README.md#how-fast)):
+
+{table[0]}
+
+</div></div>
+
+{picture[0]}
+
+## Read on
+{readme.partition("## Read on")[2]}"""
 
 
 if __name__ == "__main__":

@@ -16,9 +16,8 @@ from tests.support.pages import PAGES, TUTORIAL_PAGES, anchors, excerpts, links,
 from tests.support.ranks import ROOT
 
 PACKAGE = Path(ddp_from_scratch.__file__).parent
-README, MAKEFILE, HOW_IT_WORKS, REFERENCE = (
-    (ROOT / name).read_text()
-    for name in ("README.md", "Makefile", "docs/how-it-works.md", "docs/reference.md")
+MAKEFILE, HOW_IT_WORKS, REFERENCE = (
+    (ROOT / name).read_text() for name in ("Makefile", "docs/how-it-works.md", "docs/reference.md")
 )
 TEXT = {name_of(page): page.read_text() for page in PAGES}
 GIVEN = {"example.py"}  # a file that the reader makes
@@ -135,11 +134,13 @@ def test_every_link_leads_somewhere():
             assert not anchor or anchor in anchors(target), f"{name_of(page)}: {path}#{anchor}"
 
 
-def test_the_readme_lists_every_page_and_room():
-    linked = {(ROOT / path).resolve() for path, _ in links(ROOT / "README.md")}
-    assert {page for page in PAGES if (ROOT / "docs") in page.parents} <= linked
+def test_the_documents_list_every_page_and_room():
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / path).resolve() for path, _ in links(index)}
+    assert {page for page in PAGES if index.parent in page.parents} <= linked | {index}
     rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    assert set(re.findall(r"^\| \[ddp_from_scratch/(\w+)\]", README, re.MULTILINE)) == rooms
+    listed = re.findall(r"^\| \[ddp_from_scratch/(\w+)\]", HOW_IT_WORKS, re.MULTILINE)
+    assert set(listed) == rooms
 
 
 def test_every_test_named_is_there():
@@ -190,19 +191,29 @@ def test_phrases_that_have_a_better_word():
     assert not found, "\n".join(found)
 
 
-# The ratios of README.md and docs/how-to/gpu.md are those of the files in benchmarks/results.
+# The ratios of these pages are those of the files in benchmarks/results.
 ON_CPU = "torch DDP on node, views|Reducer on gloo, views|ddp.SGD on gloo|" + (
     "ddp.SGD on gloo, shard=node, fuse_wgrad"
 )
 ON_GPU = "Reducer on nccl, views|ddp.SGD on nccl|ddp.SGD on nccl, one flat bucket|no communication"
+IN_README = ON_CPU.partition("|")[2]
 ROWS = [
-    ("README.md", "MLP, batch 16", "mlp-gloo+mpi-2", ON_CPU),
-    ("README.md", "the same, 4 ranks on 2 cores", "mlp-gloo+mpi-4", ON_CPU),
-    ("README.md", "the same, AdamW", "mlp-gloo+mpi-2-adamw", ON_CPU.replace("SGD", "AdamW")),
-    ("README.md", "MLP, batch 64", "mlp64-gloo+mpi-2", ON_CPU),
-    ("README.md", "ResNet-18", "resnet18-gloo+mpi-2", ON_CPU),
-    ("README.md", "transformer", "transformer-gloo+mpi-2", ON_CPU),
-    ("README.md", "500 layers", "layers500-gloo+mpi-2", ON_CPU),
+    ("README.md", "MLP, batch 16", "mlp-gloo+mpi-2", IN_README),
+    ("README.md", "ResNet-18", "resnet18-gloo+mpi-2", IN_README),
+    ("README.md", "transformer", "transformer-gloo+mpi-2", IN_README),
+    ("README.md", "500 layers", "layers500-gloo+mpi-2", IN_README),
+    ("benchmarks/README.md", "MLP, batch 16", "mlp-gloo+mpi-2", ON_CPU),
+    ("benchmarks/README.md", "the same, 4 ranks on 2 cores", "mlp-gloo+mpi-4", ON_CPU),
+    (
+        "benchmarks/README.md",
+        "the same, AdamW",
+        "mlp-gloo+mpi-2-adamw",
+        ON_CPU.replace("SGD", "AdamW"),
+    ),
+    ("benchmarks/README.md", "MLP, batch 64", "mlp64-gloo+mpi-2", ON_CPU),
+    ("benchmarks/README.md", "ResNet-18", "resnet18-gloo+mpi-2", ON_CPU),
+    ("benchmarks/README.md", "transformer", "transformer-gloo+mpi-2", ON_CPU),
+    ("benchmarks/README.md", "500 layers", "layers500-gloo+mpi-2", ON_CPU),
     ("docs/how-to/gpu.md", "MLP, batch 16", "mlp-nccl-1", ON_GPU),
     ("docs/how-to/gpu.md", "transformer, 2 x 64 tokens", "transformer-nccl-1", ON_GPU),
     ("docs/how-to/gpu.md", "ResNet-50, batch 4", "resnet50-nccl-1", ON_GPU),
@@ -219,9 +230,9 @@ def test_ratios_are_those_of_the_results(page, label, file, contenders):
     by_name = {sample.name: sample for sample in run.samples}
     found = [run.ratio(by_name[name], run.torch_ddp) for name in contenders.split("|")]
     texts = [f"{middle:.2f} ({low:.2f} to {high:.2f})" for middle, low, high in found]
-    if page == "README.md":
+    if page == "benchmarks/README.md":
         texts.append(f"{run.ratio(by_name[contenders.split('|')[-1]], run.alone)[0]:.2f}")
-    else:
+    elif page != "README.md":
         texts.insert(0, f"{run.torch_ddp.quartiles[1]:.1f}")
     assert len(cells) == len(texts)
     for cell, text in zip(cells, texts, strict=True):
