@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ddp_from_scratch"
 _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("process_group", "World"), "docs/how-to/start.md"),
     (("broadcast_parameters", "broadcast_buffers"), "docs/how-to/buckets.md"),
-    (("Reducer",), "docs/how-to/buckets.md"),
+    (("Reducer",), "README.md"),
     (("SGD", "Adam", "AdamW"), "docs/how-to/optimizers.md"),
     (("Muon",), "docs/how-to/optimizers.md"),
     (("DistributedDataParallel",), "docs/how-to/torch-ddp.md"),
@@ -74,9 +74,7 @@ def _example(name: str, page: str) -> list[str]:
     """The page's shortest excerpt that uses the name. The tests run all excerpts."""
     text = (ROOT / page).read_text()
     using = [code for code in _EXCERPT.findall(text) if re.search(rf"\b{name}\b", code)]
-    title = re.search(r"^# (.*)$", text, re.MULTILINE)
-    assert title is not None, page
-    return [f"```python\n{min(using, key=len)}```", f"More: [{title[1]}](../{page})"]
+    return [f"From [{page}](../{page}):", f"```python\n{min(using, key=len)}```"]
 
 
 def _described(name: str, level: str, shown: set[type]) -> list[str]:

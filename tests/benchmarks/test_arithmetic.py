@@ -6,10 +6,10 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from benchmarks import compare, overlap
+from benchmarks import compare, overlap, step_time
 from benchmarks.harness.network import Result, check_crossed, limit_ms
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
-from ddp_from_scratch.bench.results import Samples
+from ddp_from_scratch.bench.results import Run, Samples
 
 NOISE = np.random.default_rng(3)
 
@@ -23,6 +23,19 @@ def test_overlap_is_the_share_of_the_average_that_backward_hides():
     small, large = overlap.overlaps(samples, [1.0, 25.0])
     assert (small.exposed, small.hidden[0], small.torch_hidden[0]) == (2.0, 0.5, 0.25)
     assert (large.exposed, large.hidden[0], large.torch_hidden[0]) == (1.0, 0.75, -0.5)
+
+
+def test_step_time_draws_torchs_fastest_and_what_a_reader_chooses_from():
+    ours = ("Reducer on {}, views", "ddp.AdamW on {}", "ddp.AdamW on {}, shard=world")
+    more = ("ddp.AdamW on {}, shard=node", "ddp.AdamW on {}, shard=node, fuse_wgrad")
+    left_out = ("Reducer on {}", "ddp.AdamW on {}, fuse_wgrad")
+    names = [name.format(on) for name in ours + more + left_out for on in ("gloo", "mpi")]
+    times = {NO_COMMUNICATION: 5.0, "torch DDP on gloo, views": 10.0, "torch DDP on gloo": 20.0}
+    times |= {"torch DDP on node, views": 6.0} | dict.fromkeys(names, 8.0)
+    bars = step_time.bars(Run([Samples(name, [time] * 4) for name, time in times.items()]))
+    shown = [name.replace(" on {}", "") for name in ours + more]
+    assert [bar.name for bar in bars] == ["torch DDP, views", *shown]
+    assert [bar.label for bar in bars] == ["1.00", *["0.80"] * 5]
 
 
 def result_file(path, times, slower_machine=1.0):

@@ -67,7 +67,8 @@ def test_page_holds_the_record_and_loads_nothing():
     data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
     assert [step["iteration"] for step in data["steps"]] == [0, 1, 2]
     assert data["typical"] == 2
-    assert not re.search(r"(src|href)=|@import|fetch\(", page)
+    assert not re.search(r"(src|href)=(?!\"data:)|@import|fetch\(", page)
+    assert '<link rel="icon" href="data:' in page  # else the browser asks for /favicon.ico
     assert re.findall(r"https?://\S+?(?=\")", page) == ["http://www.w3.org/2000/svg"]
     # The second would hide the end of the script from the browser.
     for name in ("</script><b>", "<!--<script>"):
