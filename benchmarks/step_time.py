@@ -4,7 +4,7 @@ It takes the options of that program, which is part of the installed package. It
 to benchmarks/results unless --results names another folder, and beside them a picture of the
 contenders that a reader chooses from, as multiples of torch's DDP. The tables have the others.
 
-    python -m benchmarks.step_time --draw FILE.json    draws such a file again, and times nothing
+    python -m benchmarks.step_time --draw FILE.json ...    draws such files again, and times nothing
 """
 
 import json
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness.report import RESULTS, Bar, draw_bars
+from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.__main__ import main
 from ddp_from_scratch.bench.results import Run, Samples, kind
 from ddp_from_scratch.bench.timing import Job
@@ -34,7 +35,9 @@ def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
 
 def draw_file(path: Path) -> None:
     """Draws a file that this program wrote."""
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text()) if path.suffix == ".json" and path.is_file() else {}
+    if content.get("settings", {}).get("benchmark") != "step_time":
+        raise UsageError(f"--draw needs a JSON file that this program has written, got {path}")
     samples = [Samples(**sample) for sample in content["samples"]]
     run = Run(samples, content["settings"]["way"] != "alone", content["disturbed"])
     draw_run(path.stem, content["title"], run, path.parent)
@@ -67,8 +70,9 @@ def bars(run: Run) -> list[Bar]:
 
 
 def start(arguments: list[str]) -> int:
-    if arguments[:1] == ["--draw"] and len(arguments) == 2:
-        draw_file(Path(arguments[1]))
+    if arguments[:1] == ["--draw"]:
+        for name in arguments[1:]:
+            draw_file(Path(name))
         return 0
     return main(arguments, PROGRAM, RESULTS, draw)
 

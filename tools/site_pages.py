@@ -180,4 +180,6 @@ hide-toc: true
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python tools/site_pages.py FOLDER")
     write(Path(sys.argv[1]))
