@@ -39,7 +39,7 @@ def draw_file(path: Path) -> None:
     if content.get("settings", {}).get("benchmark") != "step_time":
         raise UsageError(f"--draw needs a JSON file that this program has written, got {path}")
     samples = [Samples(**sample) for sample in content["samples"]]
-    run = Run(samples, content["settings"]["way"] != "alone", content["disturbed"])
+    run = Run(samples, content["settings"]["way"] != "alone", content.get("disturbed"))
     draw_run(path.stem, content["title"], run, path.parent)
 
 
