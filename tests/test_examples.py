@@ -2,8 +2,10 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,13 +24,17 @@ OTHERS = {
     "accelerate_mpi.py": ("accelerate", ["--epochs", "2"]),
     "trainer_mpi.py": ("transformers", ["--steps", "20"]),
 }
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ON_CLUSTERS = {  # by program, the package and the command before it
+    "lightning_strategy.py": ("lightning", TORCHRUN),
+}
 
 
 def test_the_table_lists_every_program():
     listed = re.findall(r"^\| \[(.*?)\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
     there = {path.name for path in FOLDER.iterdir() if path.is_file()}
     assert {*listed, "README.md"} == there
-    assert {*OWN, *OTHERS} == {name for name in listed if name.endswith(".py")}
+    assert {*OWN, *OTHERS, *ON_CLUSTERS} == {name for name in listed if name.endswith(".py")}
 
 
 @pytest.mark.parametrize(
@@ -47,16 +53,49 @@ def test_on_gloo(program, more, tmp_path):
 def test_on_mpi(program):
     package, options = OTHERS[program]
     pytest.importorskip(package)
+    printed = printed_by(["mpirun", "-n", "2", sys.executable, FOLDER / program, *options])
+    assert re.search(r"parameters .* on 2 ranks|loss \d\.\d+ on 2 ranks, backend mpi", printed)
+
+
+@pytest.mark.parametrize("program", ON_CLUSTERS)
+def test_on_a_cluster_of_one_machine(program, tmp_path):
+    package, command = ON_CLUSTERS[program]
+    pytest.importorskip(package)
+    printed = printed_by([*command, FOLDER / program], cwd=tmp_path)
+    found = re.findall(r"rank (\d): (\d+) batches, .*parameters (\w+) on 2 ranks", printed)
+    (rank_0, few, first), (rank_1, more, second) = sorted(found)
+    assert (rank_0, rank_1, first) == ("0", "1", second)
+    assert int(few) < int(more)
+
+
+def printed_by(command: list[object], **options: object) -> str:
     done = subprocess.run(
-        ["mpirun", "-n", "2", sys.executable, FOLDER / program, *options],
+        list(map(str, command)),
         env=os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=100,
+        **options,
     )
     assert done.returncode == 0, done.stdout
-    assert re.search(r"parameters .* on 2 ranks|loss \d\.\d+ on 2 ranks, backend mpi", done.stdout)
+    return done.stdout
+
+
+@pytest.mark.filterwarnings("default")  # of Lightning's own imports
+def test_lightnings_strategy_refuses_what_communicates_within_an_epoch():
+    pytest.importorskip("lightning")
+    strategy = runpy.run_path(str(FOLDER / "lightning_strategy.py"))["JoinStrategy"]()
+    settings = {"accumulate_grad_batches": 1, "max_steps": -1, "val_check_interval": 1.0}
+    automatic = SimpleNamespace(automatic_optimization=False)
+    for name, other in {**dict.fromkeys(settings, 2), "automatic_optimization": False}.items():
+        trainer = SimpleNamespace(**settings | {name: other}, lightning_module=automatic)
+        with pytest.raises(ValueError, match=f"JoinStrategy needs {name}="):
+            strategy.setup(trainer)
+    strategy.joining = object()
+    for communicate in (strategy.barrier, strategy.reduce):
+        with pytest.raises(RuntimeError, match="on_step=False, on_epoch=True"):
+            communicate()
 
 
 def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
