@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/lightning_strategy.py
 
-A rank whose epoch has ended takes part in the other ranks' averages until theirs has, too. All ranks
-then continue with the parameters, optimizer and schedulers of the rank that finished last.
+A rank whose epoch has ended takes part in the other ranks' averages until theirs has, too. Then
+all ranks continue with the parameters, optimizer and schedulers of the rank that finished last.
 """
 
 import argparse
