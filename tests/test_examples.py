@@ -3,6 +3,7 @@
 import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -34,7 +35,8 @@ OF_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_E
 
 def test_the_table_lists_every_program():
     listed = re.findall(r"^\| \[(.*?)\]", (FOLDER / "README.md").read_text(), re.MULTILINE)
-    there = {path.name for path in FOLDER.iterdir() if path.is_file()}
+    there = {str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.*") if path.is_file()}
+    there = {name for name in there if "__pycache__" not in name}
     assert {*listed, "README.md"} == there
     assert {*OWN, *OTHERS, *ON_CLUSTERS} == {name for name in listed if name.endswith(".py")}
 
@@ -121,3 +123,52 @@ def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
     printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     sums = [re.findall(r"rank \d: parameters (\w+)", text) for text in printed]
     assert [(len(of_ranks), len(set(of_ranks))) for of_ranks in sums] == [(2, 1)] * 2
+
+
+def test_the_pods_of_the_jobset_train_together(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    jobset = yaml.safe_load((FOLDER / "k8s" / "jobset.yaml").read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
+    (secret,) = container["env"]
+    program, *options = container["command"]
+    given = dict(option.removeprefix("--").split("=") for option in options if "=" in option)
+    name = jobset["metadata"]["name"]
+    assert given["master-addr"] == f"{name}-{replicated['name']}-0-0.{name}"
+    ranks = given["nproc"].split(",")
+    assert job["completionMode"] == "Indexed"
+    assert len(ranks) == job["completions"] == job["parallelism"]
+    assert {*ranks} == {container["resources"]["requests"]["cpu"]}
+    assert mount["name"] == volume["name"]
+    assert given["checkpoint-dir"] == mount["mountPath"]
+    assert (secret["name"], program, pod["restartPolicy"]) == ("DDP_SECRET", "ddp-run", "Never")
+    # The commands of both pods on this machine, with a rank each.
+    here = {given["master-addr"]: "127.0.0.1", mount["mountPath"]: str(tmp_path), "4,4": "1,1"}
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "DDP_SECRET": "0123456789abcdef"}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pods, outputs = [], [tmp_path / f"pod-{index}" for index in range(job["completions"])]
+    try:
+        for index, output in enumerate(outputs):
+            line = " ".join(options).replace("$(JOB_COMPLETION_INDEX)", str(index))
+            for of_cluster, of_test in here.items():
+                assert of_cluster in line
+                line = line.replace(of_cluster, of_test)
+            line += f" --master-port={port} --epochs=1"
+            command = [sys.executable, "-m", "ddp_from_scratch", *line.split()]
+            with output.open("w") as stream:
+                pods.append(subprocess.Popen(command, env=environ, stdout=stream, stderr=stream))
+        codes = [pod.wait(50) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+            pod.wait()
+        printed = "\n".join(output.read_text() for output in outputs)
+        print(printed)
+    assert codes == [0, 0]
+    assert "gloo, 2 ranks" in printed
+    assert (tmp_path / "checkpoint-000001.pt").exists()

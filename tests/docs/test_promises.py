@@ -78,6 +78,7 @@ OF_OTHERS = {
     | {"--output", "--gpus-per-task", "--gpus-per-node"},
     "docker": {"--ipc", "--shm-size"},
     "pip, py-spy": {"--no-binary", "--editable", "--group", "--index-url", "--pid"},
+    "kubectl": {"--from-literal"},
     "tutorials": {"--nodes", "--gpus", "--nr"},
 }
 
