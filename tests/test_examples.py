@@ -29,6 +29,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ON_CLUSTERS = {  # by program: the package, the command before it, the batches of each rank
     "lightning_strategy.py": ("lightning", TORCHRUN, ["4", "8"]),
     "ray_train.py": ("ray", [sys.executable], ["8", "8"]),
+    "submitit_train.py": ("submitit", [sys.executable], ["8", "8"]),
 }
 OF_RAY = {"RAY_AUTH_MODE": "disabled", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 

@@ -18,7 +18,7 @@ from tutorial.chapters import CHAPTERS, programs
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TUTORIAL = [program for chapter in CHAPTERS for program in programs(chapter)]
 FOREIGN = {"accelerate_mpi.py", "lightning_mpi.py", "lightning_strategy.py", "ray_train.py"}
-FOREIGN |= {"trainer_mpi.py"}
+FOREIGN |= {"submitit_train.py", "trainer_mpi.py"}
 EXAMPLES = [path for path in (ROOT / "examples").glob("*.py") if path.name not in FOREIGN]
 
 
