@@ -84,7 +84,8 @@ OF_OTHERS = {
 
 
 def test_every_option_named_is_one_of_a_program():
-    source = MAKEFILE + source_of(ROOT / "benchmarks", ROOT / "tests" / "support")
+    programs = ROOT / "benchmarks", ROOT / "examples", ROOT / "tests" / "support"
+    source = MAKEFILE + source_of(*programs)
     source += (ROOT / "tests" / "conftest.py").read_text()
     known = RUN_PY.union({"--help"}, re.findall(r"--[a-z][a-z-]+", source), *OF_OTHERS.values())
     named = {(name, option) for name, text in TEXT.items() for option in OPTION.findall(text)}
