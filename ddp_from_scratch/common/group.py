@@ -6,7 +6,7 @@ ends only with the group's timeout. So where ranks may be lost, each wait looks 
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from types import FunctionType
@@ -172,3 +172,30 @@ def wait(work: dist.Work | None) -> None:
                 raise
         if _is_broken():
             raise CommunicationError("a rank of the group was lost")
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        wait(work)
+
+
+_TAG = 2**30  # no program uses this tag
+
+
+def exchange(
+    group: dist.ProcessGroup, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+) -> list[dist.Work]:
+    """Starts to send a tensor to each other rank and to receive one from each, all at once.
+
+    gloo's all-to-all and all-gather send and receive one after the other, which takes twice as
+    long, and its reduce-scatter is an all-reduce.
+    """
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    works = []
+    for rank in others:
+        if received[rank].numel():
+            works.append(dist.irecv(received[rank], group=group, group_src=rank, tag=_TAG))
+    for rank in others:
+        if sent[rank].numel():
+            works.append(dist.isend(sent[rank], group=group, group_dst=rank, tag=_TAG))
+    return [*map(of_member, works)]

@@ -24,7 +24,13 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
-from ddp_from_scratch.common.group import all_gather_single, of_member, wait
+from ddp_from_scratch.common.group import (
+    all_gather_single,
+    exchange,
+    of_member,
+    wait,
+    wait_all,
+)
 from ddp_from_scratch.common.memory import in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average
@@ -243,11 +249,14 @@ class WorldShards(Shards):
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
         super().__init__(name, reducer, rule, overlap)
         self._rank, self._size = self._group.rank(), self._group.size()
+        self._shares_memory = isinstance(self._group, SharedMemoryGroup)
         # By bucket: its parameters, and where the part of each rank begins in its gradients.
         self._flats: dict[Bucket, torch.Tensor] = {}
         self._bounds: dict[Bucket, list[int]] = {}
         # The all-gathers under way. With `overlap`, forward passes wait for them.
-        self._arriving: dict[Bucket, dist.Work | None] = {}
+        self._arriving: dict[Bucket, Sequence[dist.Work]] = {}
+        # On gloo, whose collectives of this kind send too much, or not while they receive.
+        self._by_messages = reducer.device.type == "cpu" and not self._shares_memory
         if overlap:
             ForwardWaits(reducer.module, self.synchronize)
 
@@ -259,7 +268,7 @@ class WorldShards(Shards):
         like = bucket.buffer()
         line = CACHE_LINE // like.itemsize
         numel = sum(-(-parameter.numel() // line) * line for parameter in bucket.parameters())
-        memory = self._group if isinstance(self._group, SharedMemoryGroup) else None
+        memory = self._group if self._shares_memory else None
         flat = zeros(self._share(numel) * self._size, like.dtype, like.device, memory)
         self._flats[bucket], begin = flat, 0
 
@@ -298,23 +307,24 @@ class WorldShards(Shards):
             width = real.numel() // buffer.numel()
             parts = [real[begin * width : end * width] for begin, end in pairwise(bounds)]
             own = parts[self._rank]
-            if isinstance(group, SharedMemoryGroup) or not buffer.is_cpu:
-                work = of_member(dist.reduce_scatter(own, parts, group=group, async_op=True))
-                return Later(lambda: _after(work, buffer)) if buffer.is_cpu else OnGPU(work, buffer)
-            # gloo's reduce-scatter is an all-reduce, which sends twice as much.
-            received = own.new_empty(self._size, own.numel())
-            received[self._rank] = own
-            works = _exchange(group, parts, received.unbind())
+            if self._by_messages:
+                received = own.new_empty(self._size, own.numel())
+                received[self._rank] = own
+                works = exchange(group, parts, received.unbind())
+            else:
+                works = [of_member(dist.reduce_scatter(own, parts, group=group, async_op=True))]
+                if not buffer.is_cpu:
+                    return OnGPU(works[0], buffer)
 
-            def add() -> torch.Tensor:
-                for work in works:
-                    wait(work)
-                own.copy_(received[0])
-                for other in received[1:]:
-                    own.add_(other)
+            def finish() -> torch.Tensor:
+                wait_all(works)
+                if self._by_messages:
+                    own.copy_(received[0])
+                    for other in received[1:]:
+                        own.add_(other)
                 return buffer
 
-            return Later(add)
+            return Later(finish)
 
         vars(reduce_scatter).update(one_collective=True, takes_divided=tree is None)
         return reduce_scatter
@@ -331,13 +341,15 @@ class WorldShards(Shards):
         read = None if parameters is None else {self._bucket_of.get(id(p)) for p in parameters}
         for bucket in [*self._arriving]:
             if read is None or bucket in read:
-                wait(self._arriving.pop(bucket))
+                wait_all(self._arriving.pop(bucket))
 
-    def _gather(self, flat: torch.Tensor) -> dist.Work | None:
+    def _gather(self, flat: torch.Tensor) -> Sequence[dist.Work]:
         """Starts to send this rank's share of a flat tensor to all ranks, and theirs to it."""
-        share = len(flat) // self._size
-        own = flat[self._rank * share : (self._rank + 1) * share]
-        return all_gather_single(flat, own, group=self._group, async_op=True)
+        parts = flat.view(self._size, -1)
+        if self._by_messages:
+            return exchange(self._group, [parts[self._rank]] * self._size, parts.unbind())
+        work = all_gather_single(flat, parts[self._rank], group=self._group, async_op=True)
+        return [of_member(work)]
 
     def whole_state(self, runs: Runs, states: States) -> dict[torch.Tensor, dict[str, Any]]:
         share = self._share(sum(run.flat.numel() for run in runs))
@@ -348,7 +360,7 @@ class WorldShards(Shards):
                 if name in run.state:
                     own = begin + run.own.start
                     flat[own : own + len(run.own)] = run.state[name][0]
-            wait(self._gather(flat))
+            wait_all(self._gather(flat))
             for run, begin in _placed(runs):
                 if name in run.state:
                     windows = run.windows(flat[begin : begin + run.flat.numel()])
@@ -383,32 +395,6 @@ def _placed(runs: Runs) -> list[tuple[FlatParams, int]]:
     """Returns each run, and where it begins among the parameters of its bucket."""
     begins = accumulate((run.flat.numel() for run in runs), initial=0)
     return list(zip(runs, begins, strict=False))
-
-
-def _exchange(
-    group: dist.ProcessGroup, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
-) -> list[dist.Work | None]:
-    """Starts to send a tensor to each other rank, and to receive one from each, at a time."""
-    # gloo's all-to-all does one after the other, which takes twice as long.
-    others = [rank for rank in range(group.size()) if rank != group.rank()]
-    works = [
-        dist.irecv(received[rank], group=group, group_src=rank, tag=_TAG)
-        for rank in others
-        if received[rank].numel()
-    ]
-    return works + [
-        dist.isend(sent[rank], group=group, group_dst=rank, tag=_TAG)
-        for rank in others
-        if sent[rank].numel()
-    ]
-
-
-_TAG = 2**30  # no program uses this tag
-
-
-def _after(work: dist.Work, value: torch.Tensor) -> torch.Tensor:
-    wait(work)
-    return value
 
 
 SHARDS: dict[str, type[NoShards]] = {"none": NoShards, "node": NodeShards, "world": WorldShards}
