@@ -175,6 +175,7 @@ def wait(work: dist.Work | None) -> None:
 
 
 def wait_all(works: Sequence[dist.Work]) -> None:
+    """Waits for several collectives, in order."""
     for work in works:
         wait(work)
 

@@ -206,16 +206,17 @@ class Muon(torch.optim.Optimizer):
                 raise RuntimeError("Muon takes no sparse gradients: use an embedding's dense ones")
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
-            # Computed with the longer side as columns, which is cheaper.
-            tall = parameter.shape[0] > parameter.shape[1]
-            update = part.view(parameter.T.shape if tall else parameter.shape)
+            update = part.view(parameter.shape)
             if owner == rank:
                 momentum = state["momentum_buffer"].lerp(gradient, 1 - group["momentum"])
                 if group["nesterov"]:
                     momentum = gradient.lerp(momentum, group["momentum"])
-                wide = momentum.T if tall else momentum
-                update.copy_(orthogonalize(wide, self.ns_dtype, *(group[name] for name in NS)))
-            updates.append(update.T if tall else update)
+                # Computed with the longer side as columns, which is cheaper.
+                tall = parameter.shape[0] > parameter.shape[1]
+                settings = [group[name] for name in NS]
+                wide = orthogonalize(momentum.T if tall else momentum, self.ns_dtype, *settings)
+                update.copy_(wide.T if tall else wide)
+            updates.append(update)
         if ranks is not None and size > 1:
             works = [
                 dist.broadcast(message, group=ranks, group_src=owner, async_op=True)
