@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.harness.launch import add_common_options, make_parser, run_on_ranks
+from benchmarks.harness.launch import run_on_ranks
 from benchmarks.harness.report import write
-from benchmarks.ladder import rows_of
-from ddp_from_scratch import Reducer, UsageError
+from benchmarks.ladder import parse, rows_of
+from ddp_from_scratch import Reducer
 from ddp_from_scratch.bench.contenders import (
     TORCH_BEST,
     ContenderSpec,
@@ -96,19 +96,9 @@ class TorchRecorder:
 
 
 def main() -> int:
-    return run_on_ranks("benchmarks.beside", parse(sys.argv[1:]), measure)
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = make_parser("benchmarks.beside", __doc__)
-    add_common_options(parser, ["resnet18"], ["gloo"])
-    parser.add_argument("--steps", type=int, default=25, help="of each (default: 25)")
-    options = parser.parse_args(arguments)
-    if options.nproc < 2 or options.steps < 1:
-        raise UsageError(
-            f"--nproc must be 2 or more and --steps 1 or more, got {options.nproc}, {options.steps}"
-        )
-    return options
+    return run_on_ranks(
+        "benchmarks.beside", parse(sys.argv[1:], "benchmarks.beside", __doc__), measure
+    )
 
 
 def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:

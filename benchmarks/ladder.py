@@ -57,11 +57,13 @@ def main() -> int:
     return run_on_ranks("benchmarks.ladder", parse(sys.argv[1:]), measure)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
-    parser = make_parser("benchmarks.ladder", __doc__)
+def parse(
+    arguments: list[str], program: str = "benchmarks.ladder", about: str | None = __doc__
+) -> argparse.Namespace:
+    parser = make_parser(program, about)
     # Only gloo has rungs without shared memory.
     add_common_options(parser, ["resnet18"], ["gloo"])
-    parser.add_argument("--steps", type=int, default=25, help="steps of a rung (default: 25)")
+    parser.add_argument("--steps", type=int, default=25, help="of each (default: 25)")
     options = parser.parse_args(arguments)
     if options.nproc < 2 or options.steps < 1:
         raise UsageError(

@@ -271,12 +271,13 @@ class Windows:
         # One for all ranks: an all-reduce in place would add the same memory several times.
         if not all(memory.segments[rank].numel() for rank in self._others):
             return ""
-        return f"window {number} at {tensor.data_ptr() - address}"
+        # Not the address, which an empty tensor lacks.
+        return f"window {number} at {tensor.storage_offset() * tensor.itemsize}"
 
     def by_rank(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         address = tensor.untyped_storage().data_ptr()
         _, memory = self._memories[address]
-        begin = tensor.data_ptr() - address
+        begin = tensor.storage_offset() * tensor.itemsize
         place = slice(begin, begin + tensor.nbytes)
         found = [memory.segments[rank][place].view(tensor.dtype) for rank in self._others]
         found.insert(self._node.rank, tensor.view(-1))

@@ -197,11 +197,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
-                `no_sync()`; nothing was stepped.
+                `no_sync()`; nothing was stepped. ValueError: `max_norm` is negative.
         """
         if self._reducer is None:
             kind = type(self).__name__
             raise RuntimeError(f"a copy of a ddp.{kind} has no Reducer: call backward() and step()")
+        if max_norm is not None and not max_norm >= 0:
+            raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
         self._arrange()
         norm, backward = None, _BackwardAndStep(loss, self, self._reducer, steps=max_norm is None)
         with self._shards.averaging(max_norm is not None):
@@ -373,7 +375,6 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
     The bits are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
     momentum of a parameter's last elements differently.
-
     Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
     """
 
@@ -384,7 +385,6 @@ class Adam(FlatOptimizer, torch.optim.Adam):
     """torch.optim.Adam with one flat call per bucket, and the bits of `fused=True`.
 
     For params and reducer see `FlatOptimizer`. Sparse gradients raise a RuntimeError.
-
     Follows: torch/optim/adam.py, `_fused_adam`.
     """
 

@@ -1,8 +1,9 @@
 """Waits in forward: each module waits for the parameters that it reads (`overlap_forward`)."""
 
+import sys
+import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any
+from types import NoneType
 
 import torch
 
@@ -24,13 +25,14 @@ class ForwardWaits:
         self._called = set[str]()
         self._reads: dict[str, list[torch.Tensor]] = {}  # empty: to be found again
         for name, part in module.named_modules():
-            part.register_forward_pre_hook(partial(self._before, name))
-            part.register_state_dict_pre_hook(lambda *_: wait(None))
+            part.register_forward_pre_hook(_Hook(self, name))
+            part.register_state_dict_pre_hook(_Hook(self, None))
 
-    def _before(self, name: str, module: torch.nn.Module, inputs: Any) -> None:
-        if torch.compiler.is_compiling():
-            raise RuntimeError("overlap_forward=True cannot be compiled: leave it out")
-        if name not in self._called:
+    def before(self, name: str | None) -> None:
+        """Called before the forward pass of this module; None: before `state_dict()`."""
+        if name is None:
+            self._wait(None)
+        elif name not in self._called:
             self._called.add(name)
             self._reads.clear()
             self._wait(None)
@@ -47,3 +49,22 @@ class ForwardWaits:
             for reader in readers:
                 self._reads.setdefault(reader, []).append(parameter)
         return self._reads
+
+
+class _Hook:
+    """A module's hook, which keeps no optimizer alive. In a copy of the module it does nothing."""
+
+    def __init__(self, waits: ForwardWaits | None = None, name: str | None = None) -> None:
+        self._waits: Callable[[], ForwardWaits | None]
+        self._waits = NoneType if waits is None else weakref.ref(waits)
+        self._name = name
+
+    def __call__(self, *_: object) -> None:
+        if (waits := self._waits()) is not None:
+            # torch.compile must not trace a wait. Importing it for nothing would take a second.
+            imported = "torch._dynamo" in sys.modules
+            before = torch.compiler.disable(waits.before) if imported else waits.before
+            before(self._name)
+
+    def __reduce__(self) -> "tuple[type[_Hook], tuple[()]]":
+        return _Hook, ()

@@ -24,13 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
-from ddp_from_scratch.common.group import (
-    all_gather_single,
-    exchange,
-    of_member,
-    wait,
-    wait_all,
-)
+from ddp_from_scratch.common.group import all_gather_single, exchange, of_member, wait, wait_all
 from ddp_from_scratch.common.memory import in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average
@@ -90,7 +84,7 @@ class NoShards:
 
     def sum_of_squares(self, runs: Sequence[Runs]) -> torch.Tensor:
         """Returns the sum of the squares of all gradients in these runs, of a bucket each."""
-        rows = [self._squares(of_bucket) for of_bucket in runs]
+        rows = [self._squares(of_bucket) for of_bucket in runs if of_bucket]
         return torch.cat(rows).sum() if rows else torch.zeros((), dtype=torch.float64)
 
     def _squares(self, runs: Runs) -> torch.Tensor:
@@ -99,9 +93,10 @@ class NoShards:
         padded = runs[0].flat.new_zeros(-(-numel // BLOCK) * BLOCK)
         for run, begin in _placed(runs):
             run.copy_gradients(self.members(run), padded[begin : begin + run.flat.numel()])
-        if padded.is_complex():
-            padded = torch.view_as_real(padded)
-        return padded.view(len(padded) // BLOCK, -1).double().square().sum(1)
+        rows = padded.view(-1, BLOCK)
+        if rows.is_complex():
+            rows = torch.view_as_real(rows).flatten(1)
+        return rows.double().square().sum(1)
 
 
 class Shards(NoShards):
@@ -111,7 +106,6 @@ class Shards(NoShards):
         super().__init__(name, reducer, rule, overlap)
         self._of: Reducer
         self._checked = False
-        self._group = reducer.sender.group()
         shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
@@ -121,6 +115,10 @@ class Shards(NoShards):
                         f"{name} needs parameters in memory of their own, of float32 or float64 "
                         f"on a CPU: it cannot move one of {one}"
                     )
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._of.sender.group()  # not kept, as it would keep a closed group's threads alive
 
     @property
     def _buckets(self) -> Sequence[Bucket]:
@@ -242,8 +240,8 @@ class WorldShards(Shards):
         parameters  |<- fc2.bias ->|  |<------ fc2.weight ------>|        |
         shares      | rank 0             | rank 1             | rank 2    |
 
-    The shares of a bucket's parameters are equal, for one all-gather. They begin at cache lines, so
-    the parts of its gradients, which have no gaps, may differ in size.
+    The shares of a bucket's parameters are equal, for one all-gather. Its gradients have no gaps,
+    so their parts may differ in size.
     """
 
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
@@ -257,8 +255,7 @@ class WorldShards(Shards):
         self._arriving: dict[Bucket, Sequence[dist.Work]] = {}
         # On gloo, whose collectives of this kind send too much, or not while they receive.
         self._by_messages = reducer.device.type == "cpu" and not self._shares_memory
-        if overlap:
-            ForwardWaits(reducer.module, self.synchronize)
+        self._waits = ForwardWaits(reducer.module, self.synchronize) if overlap else None
 
     def _share(self, numel: int) -> int:
         """Returns the size of each share of so many elements."""
@@ -300,6 +297,8 @@ class WorldShards(Shards):
 
         def reduce_scatter(state: Any, bucket: Bucket) -> Future:
             group, buffer, bounds = self._group, bucket.buffer(), self._bounds[bucket]
+            if not buffer.numel():
+                return _keep_local(state, bucket)
             if tree is not None:
                 found: Future = tree.reduce_scatter(group, bucket, bounds)
                 return found
@@ -345,6 +344,8 @@ class WorldShards(Shards):
 
     def _gather(self, flat: torch.Tensor) -> Sequence[dist.Work]:
         """Starts to send this rank's share of a flat tensor to all ranks, and theirs to it."""
+        if not flat.numel():
+            return []
         parts = flat.view(self._size, -1)
         if self._by_messages:
             return exchange(self._group, [parts[self._rank]] * self._size, parts.unbind())
@@ -374,8 +375,7 @@ class WorldShards(Shards):
         return found
 
     def sum_of_squares(self, runs: Sequence[Runs]) -> torch.Tensor:
-        rows = [self._squares(of_bucket) for of_bucket in runs]
-        sums = torch.cat(rows)
+        sums = torch.cat([self._squares(of_bucket) for of_bucket in runs])
         # Each block is one rank's, and 0 on the others, so the order of the sum does not matter.
         wait(dist.all_reduce(sums, group=self._group, async_op=True))
         return sums.sum()

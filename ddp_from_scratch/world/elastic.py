@@ -2,12 +2,14 @@
 
 import io
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -174,16 +176,10 @@ class Membership:
             time.sleep(_POLL_S)
 
 
-def broadcast_state(
-    state: Any,
-    source: int,
-    group: dist.ProcessGroup | None = None,
-    *,
-    weights_only: bool = True,
-) -> Any:
+def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective.
 
-    With `weights_only` it may hold tensors and plain values, as for `torch.load`.
+    It holds tensors and plain values, as `torch.load(weights_only=True)` takes; a UsageError else.
     """
     is_source = dist.get_rank(group) == source
     # A pickle would hold a flat tensor once for each parameter that is a window of it.
@@ -195,7 +191,15 @@ def broadcast_state(
     data = file.getbuffer() if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)
     wait(dist.broadcast(wire, group=group, group_src=source, async_op=True))
-    return state if is_source else torch.load(io.BytesIO(data), weights_only=weights_only)
+    try:
+        return state if is_source else torch.load(io.BytesIO(data), weights_only=True)
+    except UnpicklingError as error:
+        kind = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise UsageError(
+            f"a state to send holds {kind[1] if kind else 'an object'}, which torch.load refuses "
+            f"with weights_only=True: keep tensors and plain values in state_dict(), or name the "
+            f"class with torch.serialization.add_safe_globals"
+        ) from error
 
 
 class ElasticRun:
@@ -269,8 +273,7 @@ class ElasticRun:
         # `state_dict` lacks non-persistent buffers.
         tensors = {name: t.detach() for name, t in _tensors(module)}
         mine = self.step, tensors, [one.state_dict() for one in self._stateful]
-        # The states of a program's objects may hold anything. They come from a rank of this run.
-        self.step, tensors, states = broadcast_state(mine, source, weights_only=False)
+        self.step, tensors, states = broadcast_state(mine, source)
         if self.world.rank != source:
             with torch.no_grad():
                 for name, tensor in _tensors(module):
@@ -342,7 +345,8 @@ def elastic(
         reducer: one with `virtual_ranks`, so that no sample is lost or seen twice.
         optimizer: steps once in each attempt, at its end; the second raises a RuntimeError. With
             shard="world" a ValueError: the state of a lost rank would be lost, too.
-        others: other objects with a `state_dict` that the run needs, but no second optimizer (a
+        others: other objects with a `state_dict` that the run needs, of tensors and plain values
+            (a UsageError else, from a rank that joins), but no second optimizer (a
             TypeError): a step that only one of two has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
     """

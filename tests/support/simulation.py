@@ -434,7 +434,7 @@ class Simulation:
     def barrier(self, async_op: bool) -> Work:
         return Work(self, None, list)
 
-    def broadcast_state(self, state: Any, source: int, **options: Any) -> Any:
+    def broadcast_state(self, state: Any, source: int) -> Any:
         return Work(self, pickle.dumps(state), lambda given: pickle.loads(given[source])).wait()
 
 

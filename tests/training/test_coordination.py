@@ -130,3 +130,18 @@ def test_a_checkpoint_is_sent_once_though_its_tensors_share_memory(world):
         found = broadcast_state([*flat.split(256)] if world.rank == 0 else None, 0)
     assert torch.equal(torch.cat(found), flat)
     assert flat.nbytes < sum(sent + by_torch) < 1.5 * flat.nbytes
+
+
+class OfAProgram:
+    """What runs code when it is unpickled."""
+
+
+@on("gloo-2")
+def test_a_state_that_is_sent_is_read_as_plain_values(world):
+    state = {"step": torch.tensor(3), "mine": OfAProgram()}
+    if world.rank == 0:
+        assert broadcast_state(state, 0) is state
+    else:
+        told = r"holds tests.training.test_coordination.OfAProgram, which torch.load refuses"
+        with pytest.raises(UsageError, match=told):
+            broadcast_state(None, 0)
