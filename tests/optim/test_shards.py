@@ -258,8 +258,9 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-        self.first, self.second = nn.Linear(5, 417), nn.Linear(417, 7)
+        # Larger than a block, so that a share ends inside it.
+        self.conv = nn.Conv2d(3, 60, 3).to(memory_format=torch.channels_last)
+        self.first, self.second = nn.Linear(60, 417), nn.Linear(417, 7)
         self.scale = nn.Parameter(torch.tensor(0.5))
         self.unused = nn.Linear(3, 3)
         self.table = nn.Embedding(9, 7, sparse=True)
@@ -306,10 +307,14 @@ def trained(world, kind, shard, settings, steps=4, **how):
     """Parameters, state and norms after some steps; `how` chooses the calls and the Reducer."""
     clip, at_once, again = how.pop("clip", None), how.pop("at_once", True), how.pop("again", False)
     model = Odd()
+    if how.pop("relaid", False):  # after the first step, as all parameters are used
+        del model.unused
+    else:
+        how["find_unused_parameters"] = True
     if kind != "SGD":
         model.table.requires_grad_(False)  # Adam takes no sparse gradients
     ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, bucket_cap_mb=0.002, find_unused_parameters=True, **how)
+    reducer = ddp.Reducer(model, bucket_cap_mb=0.002, **how)
     groups = [
         {"params": [p for p in model.parameters() if p.requires_grad and p.dim() == 1], "lr": 0.02},
         {"params": [p for p in model.parameters() if p.requires_grad and p.dim() != 1]},
@@ -347,7 +352,7 @@ def check_equal(one, other):
 
 def divided(world, kind, settings):
     undivided = partial(trained, world, kind, "none", settings)
-    plain, clipped = undivided(), undivided(clip=0.3)
+    plain, clipped, relaid = undivided(), undivided(clip=0.3), undivided(relaid=True)
     assert clipped[2][0] > 0.3  # or it would test nothing
     for shard in ("node", "world"):
         case = partial(trained, world, kind, shard, settings)
@@ -356,6 +361,7 @@ def divided(world, kind, settings):
             check_equal(case(clip=0.3), clipped)
             check_equal((*case(at_once=False)[:2], plain[2]), plain)
             check_equal(case(again=True), plain)
+            check_equal(case(relaid=True), relaid)
 
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS, ids=[kind for kind, _ in KINDS])
