@@ -173,9 +173,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._arrange()
-        # A `_BackwardAndStep` has stepped the runs during backward.
+        # A `_BackwardAndStep` has stepped the runs during backward, at whose end the Reducer may
+        # have rebuilt its buckets. The step ends in the layout in which it began.
         if not isinstance(closure, _BackwardAndStep):
+            self._arrange()
             for bucket in self._runs:
                 self._step_bucket(bucket)
         self._shards.end_step(list(self._runs))
@@ -205,19 +206,14 @@ class FlatOptimizer(torch.optim.Optimizer):
         if max_norm is not None and not max_norm >= 0:
             raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
         self._arrange()
-        norm, backward = None, _BackwardAndStep(loss, self, self._reducer, steps=max_norm is None)
+        backward = _BackwardAndStep(loss, self, self._reducer, max_norm)
         with self._shards.averaging(max_norm is not None):
-            if max_norm is None:
-                self.step(backward)  # so that hooks and schedulers see one step
-            else:
-                backward()
-                norm = self._clip(max_norm)
-                self.step()
+            self.step(backward)  # so that hooks and schedulers see one step
         if self.shard != "none":
             for run in chain.from_iterable(self._runs.values()):
                 for parameter in run.parameters:
                     parameter.grad = None  # local, but would be taken for an average
-        return norm
+        return backward.norm
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> torch.Tensor:
@@ -340,13 +336,13 @@ class FlatOptimizer(torch.optim.Optimizer):
 
 
 class _BackwardAndStep(Extension):
-    """The closure of `backward_and_step`, which `steps` buckets during `backward()`."""
+    """The closure of `backward_and_step`, which steps buckets during `backward()`."""
 
     def __init__(
-        self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, steps: bool
+        self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, clip: float | None
     ) -> None:
-        self._loss, self._optimizer, self._reducer = loss, optimizer, reducer
-        self._steps, self._averaged = steps, False
+        self._loss, self._optimizer, self._reducer, self._clip = loss, optimizer, reducer, clip
+        self._averaged, self.norm = False, None if clip is None else torch.zeros(())
 
     def __call__(self) -> torch.Tensor:
         self._reducer.add_extension(self)
@@ -364,10 +360,14 @@ class _BackwardAndStep(Extension):
         return self._loss
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
-        if takes_part and bucket in self._optimizer._runs:
-            self._averaged = True
-            if self._steps:
-                self._optimizer._step_bucket(bucket)
+        optimizer, landed = self._optimizer, [bucket]
+        if self._clip is not None:  # all at the last
+            landed = [*optimizer._runs] if bucket is self._reducer.all_buckets[-1] else []
+            self.norm = optimizer._clip(self._clip) if landed and takes_part else self.norm
+        for each in landed:
+            if takes_part and each in optimizer._runs:
+                self._averaged = True
+                optimizer._step_bucket(each)
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):
