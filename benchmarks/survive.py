@@ -16,6 +16,7 @@ newest checkpoint. How to read the table, medians and the worst in ms:
     step        until the remaining ranks have finished the interrupted step
     together    the sum, which is the cost of a kill for the others
     joined      from the kill until as many ranks train as before
+    kept        the virtual ranks of the interrupted step that need not run again
     a kill      how much longer the whole run took, per kill
 
 If a second kill comes before the others continue, the first rows count only the second one.
@@ -47,9 +48,11 @@ from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.launch.environment import MOST_HERE
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-_CONTINUING = re.compile(r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms")
+_CONTINUING = re.compile(
+    r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms \((\d+) of"
+)
 _EPOCH = re.compile(r"epoch +(\d+)/")
-_PARTS = ("noticed", "group", "step", "together")
+_PARTS = ("noticed", "group", "step", "together", "kept")
 
 
 @dataclass
@@ -57,8 +60,8 @@ class Run:
     """A run, as seen from outside: seconds from its start."""
 
     kills: list[float] = field(default_factory=list)
-    # When a new group had finished a step; its ranks; the ms of group and step.
-    regroupings: list[tuple[float, int, float, float]] = field(default_factory=list)
+    # When a new group had finished a step; its ranks; the ms of group and step; what was kept.
+    regroupings: list[tuple[float, int, float, float, int]] = field(default_factory=list)
     epochs: list[tuple[float, int]] = field(default_factory=list)  # when each ended
     seconds: float = 0.0  # until its end
     state: dict[str, Any] = field(default_factory=dict)  # the last checkpoint
@@ -162,8 +165,8 @@ def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> 
             now = time.monotonic() - began
             said.append(line)
             if found := _CONTINUING.search(line):
-                ranks, group, step = map(int, found.groups())
-                run.regroupings.append((now, ranks, group, step))
+                ranks, group, step, kept = map(int, found.groups())
+                run.regroupings.append((now, ranks, group, step, kept))
             if found := _EPOCH.match(line):
                 run.epochs.append((now, int(found[1])))
         code = process.wait()
@@ -255,15 +258,15 @@ def table(run: Run, alone: Run, nproc: int) -> Iterator[Row]:
     ends = [*run.kills[1:], run.seconds]
     for killed, end in zip(run.kills, ends, strict=True):
         events = [event for event in run.regroupings if killed < event[0] < end]
-        for at, ranks, group, step in events:
+        for at, ranks, group, step, kept in events:
             if ranks < nproc:
                 together = 1e3 * (at - killed)
-                lost.append((together - group - step, group, step, together))
+                lost.append((together - group - step, group, step, together, kept))
                 break
         if back := next((event[0] for event in events if event[1] == nproc), None):
             joined.append(1e3 * (back - killed))
     for name, column in zip(_PARTS, zip(*lost, strict=True), strict=False):
-        yield name, median(column), max(column)
+        yield name, median(column), min(column) if name == "kept" else max(column)
     if joined:
         yield "joined", median(joined), max(joined)
     yield "a kill", _per_kill(run, alone), None

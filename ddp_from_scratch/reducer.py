@@ -30,7 +30,7 @@ from ddp_from_scratch.options.views import Views
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.sync.check_sync import DriftCheck
 from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction
-from ddp_from_scratch.virtual_ranks.virtual_ranks import VirtualRanks
+from ddp_from_scratch.virtual_ranks.virtual_ranks import Result, VirtualRanks
 from ddp_from_scratch.watch.stall import StallWatch
 from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
@@ -352,7 +352,7 @@ class Reducer(CoreReducer):
         return self._with_virtual_ranks().count
 
     @property
-    def virtual_rank_range(self) -> range:
+    def virtual_rank_range(self) -> Sequence[int]:
         """The virtual ranks that this rank runs in a step of the current group, in order."""
         return self._with_virtual_ranks().range()
 
@@ -360,27 +360,28 @@ class Reducer(CoreReducer):
         """A context for virtual rank `index`: forward, and one backward without `no_sync()`."""
         return self._with_virtual_ranks().run(index)
 
-    def run_virtual_ranks(self, function: Callable[[int], object]) -> None:
+    def run_virtual_ranks(self, function: Callable[[int], Result]) -> list[Result]:
         """Calls a function for each index in `virtual_rank_range`, as inside `virtual_rank(i)`.
 
-        With synchronised batch norm, a rank's virtual ranks run in lock step, one at a time in
-        threads of their own, and share moments over all virtual ranks. They must run the same
-        layers, and all their graphs are alive at once. The function must then set torch's
-        thread-local settings, except autocast.
+        Returns the results, in order. If an elastic run loses a rank, the others keep gradients and
+        results of what they have finished of the step. With synchronised batch norm, the virtual
+        ranks share moments, so they must run the same layers. They run in lock step, in threads
+        that must set torch's thread-local settings (not autocast), and all graphs are alive.
         """
-        self._with_virtual_ranks().run_all(function)
+        return self._with_virtual_ranks().run_all(function)
 
-    def set_step(self, step: int, seed: int | None = None) -> None:
+    def set_step(self, step: int, seed: int | None = None, keep: bool = False) -> int:
         """Makes `step`, counted from 0, the next step. Every rank must call it, between steps.
 
         The set of ranks may have changed. `seed` seeds the generators, the same on all ranks; None
-        keeps the last one, at first 0.
+        keeps the last one, at first 0. With `keep`, after all have aborted this step, it is
+        collective and returns how many virtual ranks need not run again.
         """
-        self._with_virtual_ranks().set_step(step, seed)
-        self.iteration = step
-        self.pass_number = IDLE
+        kept = self._with_virtual_ranks().set_step(step, seed, keep)
+        self.iteration, self.pass_number = step, IDLE
         for call in self.calls["on_set_step"]:
             call()
+        return kept
 
     def abort_step(self) -> None:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""

@@ -217,19 +217,26 @@ class StepSampler(Sampler[int]):
         self.global_batch_size = batch_size * parts * accumulate
         self.set_epoch(0)
 
-    def set_epoch(self, epoch: int, first_step: int = 0) -> None:
+    def set_epoch(
+        self, epoch: int, first_step: int = 0, first: Sequence[int] | None = None
+    ) -> None:
+        """Starts the epoch at a step, in which this rank may have other virtual ranks, `first`."""
         self._epoch, self._first_step = epoch, first_step
+        self._first = self._mine if first is None else list(first)
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         images = torch.randperm(self._size, generator=generator)
         images = images[: self.steps_per_epoch * self.global_batch_size]
         dealt = images.view(self.steps_per_epoch, -1, self._parts)
-        return iter(dealt[self._first_step :, :, self._mine].mT.flatten().tolist())
+        first, later = dealt[self._first_step :][:1], dealt[self._first_step + 1 :]
+        parts = first[:, :, self._first], later[:, :, self._mine]
+        return iter(torch.cat([part.mT.flatten() for part in parts]).tolist())
 
     def __len__(self) -> int:
-        per_step = self.global_batch_size // self._parts * len(self._mine)
-        return (self.steps_per_epoch - self._first_step) * per_step
+        per_part = self.global_batch_size // self._parts
+        later = self.steps_per_epoch - self._first_step - 1
+        return max(0, len(self._first) + later * len(self._mine)) * per_part
 
 
 def make_loader(

@@ -71,7 +71,7 @@ class Engine:
         self.reported_loss = False
         self.saved_as: Path | None = None
         # When this rank left the last group and when it joined the next; None once reported.
-        self.regrouped: tuple[float, float] | None = None
+        self.regrouped: tuple[float, float, int] | None = None
         self.images_per_second = 0.0
         if state is not None:
             self._restore(state)

@@ -55,12 +55,8 @@ class Trainer(Engine):
                         stop.drop()
                         self.reducer.abort_step()
                     self._lose(error)
-                # Continues with the remaining ranks from the last step that any of them finished.
-                state = self._until_met(self._meet)
-                if state is not None:
-                    self._restore(state)
-                self.reducer.set_step(self.global_step, self.settings.seed)
-                self.regrouped = left, time.monotonic()
+                kept = self._until_met(self._continue)
+                self.regrouped = left, time.monotonic(), kept
         if number:
             return number
         seconds, settings = time.monotonic() - began, self.settings
@@ -113,6 +109,13 @@ class Trainer(Engine):
             self._evaluate()
         return number
 
+    def _continue(self) -> int:
+        """Meets the remaining ranks at the last step that any finished; returns `set_step`'s."""
+        state = self._meet()
+        if state is not None:
+            self._restore(state)
+        return self.reducer.set_step(self.global_step, self.settings.seed, keep=state is None)
+
     def _print_timeline(self) -> None:
         if self.timeline is None:
             return
@@ -129,7 +132,10 @@ class Trainer(Engine):
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the end of the epoch; returns the signal that stopped it, or 0."""
         self.model.train()
-        self.sampler.set_epoch(self.epoch, self.step)
+        virtual = self.settings.virtual_ranks is not None
+        self.sampler.set_epoch(
+            self.epoch, self.step, self.reducer.virtual_rank_range if virtual else None
+        )
         first, began = self.step, time.monotonic()
         batches = iter(self.train)
         title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
@@ -139,15 +145,16 @@ class Trainer(Engine):
             self._step(batches)
             if self.regrouped is not None:
                 # After the first step in the new group.
-                (left, met), self.regrouped = self.regrouped, None
+                (left, met, kept), self.regrouped = self.regrouped, None
                 ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
                 self.report.line(
                     f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: "
                     f"another group after {1e3 * grouped:.0f} ms, the step after "
-                    f"{1e3 * repeated:.0f} ms"
+                    f"{1e3 * repeated:.0f} ms ({kept} of {self.reducer.virtual_rank_count} virtual "
+                    f"ranks were kept)"
                 )
                 seconds = {"group_seconds": grouped, "step_seconds": repeated}
-                self.metrics.log(self.global_step, ranks=ranks, **seconds)
+                self.metrics.log(self.global_step, ranks=ranks, kept_virtual_ranks=kept, **seconds)
             if number := self._answer(stop):
                 return number
         gpu.synchronize(self.world.device)
@@ -164,14 +171,13 @@ class Trainer(Engine):
         if settings.virtual_ranks is None:
             totals = self._backward(batches)
         else:
-            totals = torch.zeros_like(self.totals)
 
-            def run(_virtual_rank: int) -> None:
+            def run(_virtual_rank: int) -> torch.Tensor:
                 # Drawn first: in lock step other virtual ranks draw theirs during this one.
                 own = [next(batches) for _ in range(settings.accumulate)]
-                totals.add_(self._backward(iter(own)))
+                return self._backward(iter(own))
 
-            self.reducer.run_virtual_ranks(run)
+            totals = torch.stack(self.reducer.run_virtual_ranks(run)).sum(0)
         if self.membership.elastic:
             wait(dist.all_reduce(totals, async_op=True))
         # Muon's step communicates, but before it changes anything. Nothing communicates after that,

@@ -77,6 +77,13 @@ def virtual_rank_range(virtual_ranks: int, rank: int, ranks: int) -> range:
     return range(rank * virtual_ranks // ranks, (rank + 1) * virtual_ranks // ranks)
 
 
+def deal_rest(holders: Sequence[int | None], ranks: int) -> list[list[int]]:
+    """Deals the virtual ranks without a holder to ranks, as `virtual_rank_range` deals all."""
+    rest = [virtual_rank for virtual_rank, holder in enumerate(holders) if holder is None]
+    parts = [virtual_rank_range(len(rest), rank, ranks) for rank in range(ranks)]
+    return [rest[part.start : part.stop] for part in parts]
+
+
 class Block(NamedTuple):
     """A node of the tree: `size` virtual ranks from `start`, which is a multiple of `size`."""
 
@@ -88,7 +95,7 @@ Gradients = dict[int, torch.Tensor]  # by parameter index; a missing gradient is
 
 
 class PartialSums:
-    """A binary counter of sums, in the memory of the lower virtual ranks' gradients."""
+    """A binary counter of sums, each in the memory of the gradients that came last."""
 
     def __init__(self) -> None:
         self._values: dict[Block, Gradients] = {}
@@ -96,14 +103,12 @@ class PartialSums:
     def push(self, block: Block, value: Gradients) -> None:
         """Adds the gradients of a new block. Blocks may come in any order."""
         start, size = block
-        # The bit of `size` tells a left sibling from a right one.
         while (sibling := Block(start ^ size, size)) in self._values:
             other = self._values.pop(sibling)
-            low, high = (other, value) if start & size else (value, other)
-            both = [index for index in low if index in high]
+            both = [index for index in value if index in other]
             if both:
-                torch._foreach_add_([low[i] for i in both], [high[i] for i in both])
-            value = high | low
+                torch._foreach_add_([value[i] for i in both], [other[i] for i in both])
+            value = other | value
             start, size = start & ~size, 2 * size
         self._values[Block(start, size)] = value
 
@@ -111,9 +116,13 @@ class PartialSums:
         """Returns the sums without a sibling, in the order of virtual ranks."""
         return sorted(self._values.items(), key=lambda item: item[0])
 
+    def virtual_ranks(self) -> set[int]:
+        """Returns the virtual ranks that the sums hold."""
+        return {rank for start, size in self._values for rank in range(start, start + size)}
+
 
 @cache
-def aligned_blocks(part: range) -> list[Block]:
+def aligned_blocks(part: Sequence[int]) -> list[Block]:
     """Returns the fewest tree nodes that cover exactly these virtual ranks, in order."""
     sums = PartialSums()
     for virtual_rank in part:
@@ -130,7 +139,9 @@ class TreeReduction:
 
     def __init__(self, virtual_ranks: int, windows: bool) -> None:
         self._virtual_ranks, self._windows = virtual_ranks, windows
-        self.clear()
+        self.sums = PartialSums()
+        # By rank, the virtual ranks that it sums in a step; None for equal contiguous parts.
+        self.parts: list[tuple[int, ...]] | None = None
 
     def add(self, virtual_rank: int, gradients: Gradients) -> None:
         """Adds the gradients of a virtual rank, and reuses their memory. Not for the last one."""
@@ -138,16 +149,13 @@ class TreeReduction:
             # The next virtual rank writes to the same window.
             gradients[index] = gradient.clone() if self._windows else gradient
             self._divide(gradients[index], before=True)
-        self._sums.push(Block(virtual_rank, 1), gradients)
+        self.sums.push(Block(virtual_rank, 1), gradients)
 
     def _divide(self, tensor: torch.Tensor, before: bool) -> None:
         # 16-bit sums may overflow, so these are divided before, as in `comm_hooks.average`.
         # Dividing after the sum is cheaper: one chunk and not every virtual rank's gradients.
         if before == (tensor.element_size() == 2):
             tensor.mul_(1 / self._virtual_ranks)
-
-    def clear(self) -> None:
-        self._sums = PartialSums()
 
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
@@ -163,7 +171,7 @@ class TreeReduction:
         def finish() -> torch.Tensor:
             scattered.wait()
             buffer = bucket.buffer()
-            into = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+            into = _flat_real(buffer)
             # The all-gather needs equal chunks.
             size = into.numel() // max(numel, 1) * chunk
             own = into[size * group.rank() : size * (group.rank() + 1)]
@@ -182,9 +190,11 @@ class TreeReduction:
     ) -> Future:
         """Averages only this rank's part of the bucket; rank r's begins at `bounds[r]`."""
         ranks, rank = group.size(), group.rank()
-        parts = [virtual_rank_range(self._virtual_ranks, other, ranks) for other in range(ranks)]
+        parts: Sequence[Sequence[int]] = self.parts or [
+            virtual_rank_range(self._virtual_ranks, other, ranks) for other in range(ranks)
+        ]
         blocks = [aligned_blocks(part) for part in parts]
-        rows = self._rows(bucket, parts[rank].start)
+        rows = self._rows(bucket, parts[rank])
         if ranks == 1:
             return Later(partial(self._fold, blocks[0], rows))
         width = rows[0].numel() // max(bucket.buffer().numel(), 1)  # 2 for complex numbers
@@ -201,7 +211,7 @@ class TreeReduction:
         def finish() -> torch.Tensor:
             wait(work)
             own = self._fold([*chain.from_iterable(blocks)], received.unbind())
-            rows[0][begins[rank] : begins[rank + 1]] = own
+            _flat_real(bucket.buffer())[begins[rank] : begins[rank + 1]] = own
             return bucket.buffer()
 
         return Later(finish)
@@ -212,7 +222,7 @@ class TreeReduction:
 
     @torch.no_grad()
     def _fold(self, blocks: Sequence[Block], rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Adds the rows of all blocks along the tree; returns the average, in the first one."""
+        """Adds the rows of all blocks along the tree; returns the average, in one of them."""
         sums = PartialSums()
         for block, row in zip(blocks, rows, strict=True):
             sums.push(block, {0: row})
@@ -222,20 +232,29 @@ class TreeReduction:
         # runs which virtual rank. No other value depends on that sign.
         return root[0].add_(0.0)
 
-    def _rows(self, bucket: Bucket, last: int) -> list[torch.Tensor]:
-        """Returns partial sums of the bucket, flat and real. The first is the bucket itself."""
+    def _rows(self, bucket: Bucket, part: Sequence[int]) -> list[torch.Tensor]:
+        """Returns this rank's partial sums of the bucket, flat and real; one is the bucket itself.
+
+        `self.sums` keeps its values, with which a step continues if a rank is lost.
+        """
         members, sums = bucket.members, PartialSums()
-        for block, gradients in self._sums.in_order():
-            # `pop` frees memory as soon as the bucket is launched.
-            taken = {index: gradients.pop(index) for index in members if index in gradients}
-            sums.push(block, taken)
+        for block, gradients in self.sums.in_order():
+            sums.push(block, {i: gradients[i] for i in members if i in gradients})
+        (last,) = set(part) - sums.virtual_ranks()
         flat = bucket.buffer()
         self._divide(flat, before=True)
         sums.push(Block(last, 1), dict(zip(members, bucket.gradients(), strict=True)))
-        rows = [flat]
-        for _, gradients in sums.in_order()[1:]:
-            rows.append(torch.zeros_like(flat))
-            windows = dict(zip(members, bucket.windows_of(rows[-1]), strict=True))
-            for index, gradient in gradients.items():
-                windows[index].copy_(gradient)
-        return [torch.view_as_real(row).view(-1) if row.is_complex() else row for row in rows]
+        rows = []
+        for (start, size), gradients in sums.in_order():
+            row = flat
+            if last not in range(start, start + size):
+                row = torch.zeros_like(flat)
+                windows = dict(zip(members, bucket.windows_of(row), strict=True))
+                for index, gradient in gradients.items():
+                    windows[index].copy_(gradient)
+            rows.append(_flat_real(row))
+        return rows
+
+
+def _flat_real(flat: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -4,45 +4,35 @@
   generators seeded by the step and the virtual rank.
 - After each but the last, its gradients go to the partial sums (`tree_reduction.py`).
 - In the last, backward packs and launches as usual, and the comm hook adds the partial sums.
-
-Lock step is for layers that combine the batches of all virtual ranks. Each virtual rank but the
-last has a thread. They run one at a time, up to the next such layer. A virtual rank does not see
-what others change in the process (gradients, buffers, generators).
+- If a rank is lost in the step, the others keep their partial sums, and only the rest runs again.
 """
 
-import copy
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import copy_context
-from functools import partial
-from queue import SimpleQueue
-from typing import Any
+from itertools import product
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
-from ddp_from_scratch.common.group import all_gather_single, on_gpu_of, wait
+from ddp_from_scratch.common.group import all_gather_single, wait
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.checks import sync_batch_norms
-from ddp_from_scratch.sync.sync_batch_norm import Gather, SyncBatchNorm, several_batches
+from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
+from ddp_from_scratch.virtual_ranks.lock_step import DIFFERENT_LAYERS, run_in_lock_step
 from ddp_from_scratch.virtual_ranks.tree_reduction import (
+    PartialSums,
     TreeReduction,
-    generator_states,
+    deal_rest,
     seeded,
-    set_generator_states,
     virtual_rank_range,
 )
 
-_DIFFERENT_LAYERS = (
-    "virtual ranks of this rank differ in their synchronised batch norms: each must run the same "
-    "ones, as often and in the same order, in forward and in backward"
-)
+Result = TypeVar("Result")
 
 
 class VirtualRanks(Extension):
@@ -63,6 +53,9 @@ class VirtualRanks(Extension):
         self.in_lock_step = False
         # The buffers at the start of the step, and its number; None after the optimizer's step.
         self._before: tuple[dict[str, torch.Tensor], int] | None = None
+        # What `run_all` returns of the step, and this rank's virtual ranks if some were kept.
+        self._results: dict[int, Any] = {}
+        self._dealt: tuple[int, ...] | None = None
 
     def attach(self, reducer: CoreReducer) -> None:
         if len(reducer.flat_buckets) < len(reducer.all_buckets):
@@ -95,19 +88,52 @@ class VirtualRanks(Extension):
                     "leave it out"
                 )
 
-    def range(self) -> range:
-        """Returns this rank's virtual ranks in the current group, in the order to run them."""
+    def range(self) -> Sequence[int]:
+        """Returns the virtual ranks that this rank runs in the step, in order."""
         group = self._process_group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if ranks > self.count:
             raise ValueError(f"{ranks} ranks need at least as many virtual ranks, got {self.count}")
+        if self._dealt is not None:
+            return self._dealt
         # Descending, so that rank 0 ends with the buffers of virtual rank 0, which it broadcasts.
         return virtual_rank_range(self.count, rank, ranks)[::-1]
 
-    def set_step(self, step: int, seed: int | None) -> None:
+    def set_step(self, step: int, seed: int | None, keep: bool) -> int:
         self.step = step
         if seed is not None:
             self._seed = seed
+        return self._deal_rest() if keep else self._forget()
+
+    def _forget(self) -> int:
+        """Drops the partial sums; returns how many virtual ranks are kept."""
+        self.reduction.sums, self.reduction.parts = PartialSums(), None
+        self._results, self._dealt = {}, None
+        return 0
+
+    def _deal_rest(self) -> int:
+        """Divides among new ranks what none of them has finished. Collective; as `_forget`."""
+        held = self.reduction.sums.virtual_ranks()
+        # In lock step, or without its result, a virtual rank must run again.
+        if not self._results.keys() >= held or sync_batch_norms(self._of().module):
+            held = set()
+            self._forget()
+        rank, ranks = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
+        found = torch.zeros(self.count, dtype=torch.int64)
+        found[list(held)] = 1 + rank
+        wait(dist.all_reduce(found, group=self._process_group, async_op=True))
+        holders = [holder - 1 if holder else None for holder in found.tolist()]
+        parts = deal_rest(holders, ranks)
+        rest = sum(map(len, parts))
+        # Each rank must run at least one, in whose backward pass it communicates.
+        if not ranks <= rest < self.count:
+            return self._forget()
+        self._dealt = tuple(parts[rank][::-1])
+        for index, holder in enumerate(holders):
+            if holder is not None:
+                parts[holder].append(index)
+        self.reduction.parts = [tuple(part) for part in parts]
+        return self.count - rest
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
@@ -126,13 +152,14 @@ class VirtualRanks(Extension):
             reducer.abort_step()
             raise
 
-    def run_all(self, function: Callable[[int], object]) -> None:
+    def run_all(self, function: Callable[[int], Result]) -> list[Result]:
         """Calls a function for each virtual rank. An exception drops the step and propagates."""
         reducer: CoreReducer = self._of()
 
         def run(index: int) -> None:
             with self._virtual_rank(index, reducer):
-                function(index)
+                result = function(index)
+            self._results[index] = result
 
         if self.inside is not None:  # outside of the `try`, which would drop that one's step
             raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
@@ -141,88 +168,16 @@ class VirtualRanks(Extension):
             if not sync_batch_norms(reducer.module):
                 for index in order:
                     run(index)
-                return
-            self.in_lock_step = True
-            self._run_in_lock_step(run, order)
+            else:
+                self.in_lock_step = True
+                places = [(self, "inside"), (reducer, "sync")]
+                run_in_lock_step(run, order, reducer.module, self._buffers(), places, self._gather)
         except BaseException:
             reducer.abort_step()
             raise
         finally:
             self.in_lock_step = False
-
-    def _run_in_lock_step(self, run: Callable[[int], None], order: Sequence[int]) -> None:
-        """Calls `run` for each virtual rank; the last one runs in this thread."""
-        reducer: CoreReducer = self._of()
-        module, own = reducer.module, {id(buffer) for buffer in self._buffers().values()}
-        buffers = [
-            (layer, name)
-            for layer in module.modules()
-            for name, buffer in layer._buffers.items()
-            if id(buffer) in own
-        ]
-        gradients = [(parameter, "grad") for parameter in module.parameters()]
-        # A virtual rank's view of the process, beside the generators.
-        places: list[tuple[Any, str]] = [*gradients, *buffers, (self, "inside"), (reducer, "sync")]
-
-        def capture() -> tuple[Any, ...]:
-            return [getattr(owner, name) for owner, name in places], generator_states()
-
-        def restore(captured: tuple[Any, ...]) -> None:
-            values, generators = captured
-            for (owner, name), value in zip(places, values, strict=True):
-                setattr(owner, name, value)
-            set_generator_states(generators)
-
-        outside = capture()
-        device, stream = reducer.device.type, gpu.current_stream(reducer.device)
-        # Autocast is thread-local.
-        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-
-        def take_part(virtual_rank: int, gather: Gather) -> None:
-            def gather_outside(row: torch.Tensor) -> torch.Tensor:
-                mine = capture()
-                restore(outside)
-                try:
-                    return gather(row)
-                finally:
-                    restore(mine)
-
-            several_batches.set(gather_outside)
-            # Otherwise all backward passes on a GPU would share a thread, and block each other.
-            with torch.autograd.set_multithreading_enabled(False):
-                run(virtual_rank)
-
-        def take_turns(virtual_rank: int, turn: _Turn) -> None:
-            with on_gpu_of(module), gpu.on(stream):
-                # New tensors, because autograd counts writes by others to a shared one.
-                copies = copy.deepcopy([getattr(layer, name) for layer, name in buffers])
-                for (layer, name), buffer in zip(buffers, copies, strict=True):
-                    setattr(layer, name, buffer)
-                try:
-                    with torch.autocast(device, dtype, enabled):
-                        take_part(virtual_rank, turn.gather)
-                finally:
-                    restore(outside)
-
-        def gather_all(row: torch.Tensor) -> torch.Tensor:
-            others = [turn.row for turn in reversed(turns) if turn.row is not None]
-            if len(others) < len(turns) or any(other.shape != row.shape for other in others):
-                raise RuntimeError(_DIFFERENT_LAYERS)
-            found = self._gather(torch.stack([row, *others]))
-            for turn in turns:
-                turn.resume(found)
-            return found
-
-        turns = [_Turn(partial(take_turns, virtual_rank)) for virtual_rank in order[:-1]]
-        try:
-            for turn in turns:
-                turn.resume()
-            copy_context().run(take_part, order[-1], gather_all)
-            if any(turn.row is not None for turn in turns):
-                raise RuntimeError(_DIFFERENT_LAYERS)
-        finally:
-            for turn in turns:
-                turn.end()
+        return [self._results[index] for index in sorted(self._results)]
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Gathers one row for each virtual rank; `rows` are this rank's. Collective."""
@@ -238,7 +193,7 @@ class VirtualRanks(Extension):
 
     @contextmanager
     def _virtual_rank(self, index: int, reducer: CoreReducer) -> Iterator[None]:
-        self._enter(index)
+        self._enter(index, reducer)
         last = index == self.range()[-1]
         with seeded(self._seed, self.step, index), nullcontext() if last else reducer.no_sync():
             yield
@@ -255,7 +210,7 @@ class VirtualRanks(Extension):
             )
         self.inside = None
 
-    def _enter(self, index: int) -> None:
+    def _enter(self, index: int, reducer: CoreReducer) -> None:
         order = self.range()
         if self.inside is not None:
             raise RuntimeError(f"virtual rank {index} begins inside virtual rank {self.inside}")
@@ -268,6 +223,11 @@ class VirtualRanks(Extension):
             # Also with a single virtual rank, because a step that fails is repeated.
             before = {name: buffer.clone() for name, buffer in self._buffers().items()}
             self._before = before, self.step
+            if self._dealt is None:
+                self._forget()
+            kept = {index for _, each in self.reduction.sums.in_order() for index in each}
+            for parameter, call in product(kept, reducer.calls["on_gradient"]):
+                call(parameter)  # forgotten when the step was dropped
         if self._ahead[:1] != [index]:
             how, due = "twice" if index not in self._ahead else "out of order", self._ahead[0]
             raise RuntimeError(f"virtual rank {index} runs {how}: the next one is {due}")
@@ -300,11 +260,10 @@ class VirtualRanks(Extension):
         if self._due != [self.inside]:
             place = "`with reducer.virtual_rank(i)`"
             outside = f"with virtual_ranks=V every backward pass goes into {place}"
-            raise RuntimeError(_DIFFERENT_LAYERS if self.in_lock_step else outside)
+            raise RuntimeError(DIFFERENT_LAYERS if self.in_lock_step else outside)
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        self.reduction.clear()
-        self._due, self.step = [], self.step + 1
+        self._due, self._dealt, self.step = [], None, self.step + 1
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         # `backward_and_step` steps buckets inside the last virtual rank.
@@ -316,63 +275,13 @@ class VirtualRanks(Extension):
     def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._due:
             self._before = None
+            self._forget()
 
     def on_abort(self) -> None:
-        """Drops the step and restores the buffers, even after the average."""
-        self.reduction.clear()
+        """Drops the step and restores the buffers, even after the average; keeps partial sums."""
         self._take_gradients()
         self._put_back()
         if self._before is not None:
             self.step = self._before[1]
         self._due, self._ahead, self.inside, self._before = [], [], None, None
-
-
-class _Over(BaseException):
-    """Raised in a thread to end it."""
-
-
-class _Turn:
-    """Runs a function in a thread, but only while the caller of `resume` waits."""
-
-    def __init__(self, function: Callable[["_Turn"], None]) -> None:
-        self.row: torch.Tensor | None = None  # its input at the layer where it waits
-        self._error: BaseException | None = None
-        self._rows: SimpleQueue[torch.Tensor | _Over | None] = SimpleQueue()
-        self._stops: SimpleQueue[None] = SimpleQueue()
-        run = partial(copy_context().run, function, self)
-        self._thread = threading.Thread(target=self._run, args=[run], daemon=True)
-        self._thread.start()
-
-    def resume(self, rows: torch.Tensor | None = None) -> None:
-        """Passes in rows, and runs to the next layer or the end. Raises what the thread raised."""
-        self._rows.put(rows)
-        self._stops.get()
-        if self._error is not None:
-            raise self._error
-
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Called by the function: waits for the rows of all virtual ranks."""
-        self.row = row
-        self._stops.put(None)
-        rows = self._rows.get()
-        if isinstance(rows, _Over):
-            raise rows
-        self.row = None
-        assert rows is not None, "it has begun"
-        return rows
-
-    def end(self) -> None:
-        """Ends the thread, even if it waits in a layer. Idempotent."""
-        self._rows.put(_Over())
-        self._thread.join()
-
-    def _run(self, run: Callable[[], None]) -> None:
-        try:
-            if not isinstance(self._rows.get(), _Over):
-                run()
-        except _Over:
-            pass
-        except BaseException as error:  # noqa: BLE001  # raised again in `resume`
-            self._error = error
-        finally:
-            self._stops.put(None)
+        self._dealt = None

@@ -265,7 +265,7 @@ class ElasticRun:
                 if not meeting.same_state:
                     self._take_state(meeting.source or 0)
                 self._membership.note_state()
-            self._reducer.set_step(self.step)
+                self._reducer.set_step(self.step, keep=meeting.same_state)
 
     def _take_state(self, source: int) -> None:
         """Sends the parameters, buffers, step and other states of rank `source`. Collective."""
@@ -329,16 +329,15 @@ def elastic(
             for attempt in run.attempts(1000):
                 with attempt:
                     optimizer.zero_grad()
-                    for virtual_rank in reducer.virtual_rank_range:
-                        with reducer.virtual_rank(virtual_rank):
-                            loss_of(model, run.step, virtual_rank).backward()
+                    reducer.run_virtual_ranks(lambda v: loss_of(model, run.step, v).backward())
                     optimizer.step()
 
     Start it with `ddp.start_ranks(command, [4], max_restarts=3)`, under which each process is alone
-    until the first attempt. When a rank is lost, the others drop the attempt, open a group without
-    that rank, redistribute the virtual ranks and repeat the step. The replacement process joins at
-    the end of a step, and takes parameters, buffers and the states of `optimizer` and `others` from
-    a rank that has them. Under any other launcher the first lost rank ends the run.
+    until the first attempt. When a rank is lost, the others drop the attempt and open a group
+    without that rank. They divide among themselves the virtual ranks that none of them has finished
+    in `run_virtual_ranks`, and complete the step. The replacement process joins at the end of a
+    step, and takes parameters, buffers and the states of `optimizer` and `others` from a rank that
+    has them. Under any other launcher the first lost rank ends the run.
 
     Args:
         world: that of `process_group("gloo")`; else a UsageError.

@@ -1,5 +1,6 @@
 """Elastic runs: ranks are lost at chosen moments, and the bits stay those of a quiet run."""
 
+import json
 import sys
 import textwrap
 from dataclasses import replace
@@ -12,7 +13,7 @@ from ddp_from_scratch import start_ranks
 
 # Trains 8 steps on 8 virtual ranks; `fault(where, step)` is called at several places of a step.
 PROGRAM = """
-import hashlib, os, signal, sys, time
+import hashlib, json, os, signal, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
@@ -36,6 +37,8 @@ class LateBackward(torch.autograd.Function):
         fault("backward", run.step)
         return g
 
+if me > {most}:
+    sys.exit(2)  # cannot join
 with ddp.process_group("gloo") as world:
     torch.manual_seed(me)  # who joins must get the others' parameters
     model = torch.nn.Sequential(
@@ -49,20 +52,28 @@ with ddp.process_group("gloo") as world:
 
     def one_virtual_rank(virtual_rank):
         y = LateBackward.apply(model(torch.randn(6, 10)))
-        y.square().mean().backward()
+        loss = y.square().mean()
+        loss.backward()
+        finished.append(virtual_rank)
+        return loss.item()
 
     if me == 0:
         torch.manual_seed(0)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
+    step, finished = None, []
     for attempt in run.attempts(8):
         with attempt:
             fault("begin", run.step)
             optimizer.zero_grad()
-            reducer.run_virtual_ranks(one_virtual_rank)
+            finished = finished if run.step == step else []
+            step = run.step
+            losses = reducer.run_virtual_ranks(one_virtual_rank)
             fault("averaged", run.step)
             optimizer.step()
             scheduler.step()
+            if (step, me) == (3, 0):
+                (out / "step3").write_text(json.dumps([finished, losses]))
             fault("stepped", run.step)
     text = hashlib.sha256()
     for tensor in model.state_dict().values():
@@ -87,11 +98,14 @@ def as_many_threads_as_here(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
 
 
-def ends(out, fault, nproc=3, max_restarts=3, code=0, optimizer=ADAMW, **options):
-    """What each process that came to the end had: checksum, steps of the scheduler."""
+def ends(out, fault, nproc=3, max_restarts=3, code=0, optimizer=ADAMW, most=99, **options):
+    """What each process that came to the end had: checksum, steps of the scheduler.
+
+    Processes above number `most` cannot join.
+    """
     out.mkdir()
     fault = textwrap.indent(fault, "    ").strip()
-    program = PROGRAM.format(fault=fault, options=options, optimizer=optimizer)
+    program = PROGRAM.format(fault=fault, options=options, optimizer=optimizer, most=most)
     command = [sys.executable, "-c", program, str(out)]
     assert start_ranks(command, [nproc], max_restarts=max_restarts) == code
     return [" ".join(file.read_text().split()[:2]) for file in sorted(out.glob("end-*"))]
@@ -104,7 +118,7 @@ def quiet(tmp_path_factory):
 
 
 def of_one_rank(out, optimizer=ADAMW):
-    program = PROGRAM.format(fault="pass", options={}, optimizer=optimizer)
+    program = PROGRAM.format(fault="pass", options={}, optimizer=optimizer, most=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["program.py", str(out)])
         exec(program, {"__name__": "__main__"})
@@ -120,6 +134,23 @@ def test_a_rank_that_is_killed_costs_no_bit(where, who, quiet, tmp_path):
     assert set(found) == {quiet}
     assert quiet.endswith(" 8")
     assert len(found) in (2, 3)  # the last steps may be over before another one has joined
+
+
+TWO_ARE_LOST = """
+if (where, step, me) == ("backward", 3, 1):
+    die()
+if (where, step, me) == ("backward", 3, 2) and run.world.world_size == 2:
+    die()
+"""
+
+
+@pytest.mark.slow
+def test_what_other_ranks_have_finished_is_kept(quiet, tmp_path):
+    # The first of 3 ranks finishes virtual rank 1, as one of 2 ranks also 2, and alone the others.
+    assert ends(tmp_path / "out", TWO_ARE_LOST, most=2) == [quiet]
+    finished, losses = json.loads((tmp_path / "out" / "step3").read_text())
+    assert sorted(finished) == list(range(8))
+    assert len(set(losses)) == 8
 
 
 @pytest.mark.slow
@@ -174,17 +205,16 @@ def test_what_cannot_go_on_is_refused(tmp_path):
         ddp.elastic(world, None, None)
 
 
-@pytest.mark.usefixtures("alone")
 def test_an_attempt_is_one_step_of_one_optimizer():
-    model = torch.nn.Linear(2, 2)
-    reducer = ddp.Reducer(model, virtual_ranks=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    world = ddp.World(0, 1, 0, 1, 0, "none", "gloo", torch.device("cpu"))
-    with pytest.raises(TypeError, match="takes one optimizer"):
-        ddp.elastic(world, reducer, optimizer, torch.optim.Adam(model.parameters()))
-    run = ddp.elastic(world, reducer, optimizer)
-    for attempt in run.attempts(1):
-        with attempt:
-            optimizer.step()
-            with pytest.raises(RuntimeError, match="steps twice in an attempt"):
+    with ddp.process_group("gloo") as world:
+        model = torch.nn.Linear(2, 2)
+        reducer = ddp.Reducer(model, virtual_ranks=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(TypeError, match="takes one optimizer"):
+            ddp.elastic(world, reducer, optimizer, torch.optim.Adam(model.parameters()))
+        run = ddp.elastic(world, reducer, optimizer)
+        for attempt in run.attempts(1):
+            with attempt:
                 optimizer.step()
+                with pytest.raises(RuntimeError, match="steps twice in an attempt"):
+                    optimizer.step()

@@ -85,6 +85,32 @@ def test_a_step_that_failed_is_repeated(ranks, crew, name):
     assert_bits(of_one_process(ranks, name), ranks(crew[:-2], 2)(repeated, name))
 
 
+def kept(world, name):
+    training = Training(name)
+    training.train(steps=1)
+    counts, stops, run = [], [world.rank, -1], training.run
+    for place in stops:
+        stopped = training.reducer.virtual_rank_range[place]
+
+        def run_until(virtual_rank, stopped=stopped):
+            if virtual_rank == stopped:
+                raise Stop
+            run(1, virtual_rank)
+
+        with pytest.raises(Stop):
+            training.reducer.run_virtual_ranks(run_until)
+        counts.append(training.reducer.set_step(1, keep=True))
+    # Ranks have 2, 3 and 3 virtual ranks, of which 0, 1 and 2 end. Then they have 1, 2 and 2.
+    assert counts == ([0, 0] if training.program.in_lock_step else [3, 5])
+    return training.train(first=1)
+
+
+@pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-3")])
+def test_what_ranks_have_finished_of_a_step_is_kept(ranks, crew):
+    for name in FIRST_TIER:
+        assert_bits(of_one_process(ranks, name), ranks(crew[:-2], 3)(kept, name), name)
+
+
 def killed(world, name, rendezvous):
     training = Training(name)
     training.train(steps=1)
