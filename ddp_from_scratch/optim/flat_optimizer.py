@@ -209,10 +209,6 @@ class FlatOptimizer(torch.optim.Optimizer):
         backward = _BackwardAndStep(loss, self, self._reducer, max_norm)
         with self._shards.averaging(max_norm is not None):
             self.step(backward)  # so that hooks and schedulers see one step
-        if self.shard != "none":
-            for run in chain.from_iterable(self._runs.values()):
-                for parameter in run.parameters:
-                    parameter.grad = None  # local, but would be taken for an average
         return backward.norm
 
     @torch.no_grad()
@@ -368,6 +364,10 @@ class _BackwardAndStep(Extension):
             if takes_part and each in optimizer._runs:
                 self._averaged = True
                 optimizer._step_bucket(each)
+                for parameter in each.parameters() if optimizer.shard != "none" else ():
+                    # It is local, but would be taken for an average. If the Reducer now rebuilt its
+                    # buckets, it would move it while other ranks still read it.
+                    parameter.grad = None
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):

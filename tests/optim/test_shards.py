@@ -3,7 +3,9 @@
 import copy
 import gc
 import os
+import time
 import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -17,8 +19,10 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import stage
+from ddp_from_scratch.backend.reduction import Reduction
 from ddp_from_scratch.common.errors import NoSharedMemory
 from ddp_from_scratch.common.group import all_gather_single
+from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.node import shared_memory_group
 from ddp_from_scratch.optim import shards
 from tests.support.on_ranks import on
@@ -303,18 +307,33 @@ def test_buckets_without_elements_and_norms_of_none(world, shard):
         optimizer.backward_and_step(model(X).sum(), max_norm=-1)
 
 
+fold = Reduction.fold
+
+
+def folds_late(*arguments):
+    time.sleep(0.1)
+    return fold(*arguments)
+
+
+class Relaid(Extension):
+    def on_average(self, iteration, takes_part):
+        if iteration == 2:
+            self._of().lay_out([2000])
+
+
 def trained(world, kind, shard, settings, steps=4, **how):
     """Parameters, state and norms after some steps; `how` chooses the calls and the Reducer."""
     clip, at_once, again = how.pop("clip", None), how.pop("at_once", True), how.pop("again", False)
     model = Odd()
-    if how.pop("relaid", False):  # after the first step, as all parameters are used
-        del model.unused
+    if how.pop("relaid", False):
+        del model.unused  # buckets are rebuilt in the first step, as all parameters are used
+        how |= {"extensions": [Relaid()], "bucket_cap_mb": float("inf")}
     else:
         how["find_unused_parameters"] = True
     if kind != "SGD":
         model.table.requires_grad_(False)  # Adam takes no sparse gradients
     ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, bucket_cap_mb=0.002, **how)
+    reducer = ddp.Reducer(model, **({"bucket_cap_mb": 0.002} | how))
     groups = [
         {"params": [p for p in model.parameters() if p.requires_grad and p.dim() == 1], "lr": 0.02},
         {"params": [p for p in model.parameters() if p.requires_grad and p.dim() != 1]},
@@ -326,7 +345,10 @@ def trained(world, kind, shard, settings, steps=4, **how):
         optimizer.zero_grad()
         loss = model(torch.randn(4, 3, 8, 8)).square().mean() * 9
         if at_once:
-            norms.append(optimizer.backward_and_step(loss, max_norm=clip))
+            # The last rank reads the others' gradients late, when they have left the average.
+            late = step < 2 and world.rank == step - 1
+            with patch.object(Reduction, "fold", folds_late) if late else nullcontext():
+                norms.append(optimizer.backward_and_step(loss, max_norm=clip))
         else:
             loss.backward()
             optimizer.step()
