@@ -79,10 +79,10 @@ class ProcessGroupNode(CollectivesGroup):
     def _by_gloo(self, name: str, *arguments: Any, **options: Any) -> Any:
         return getattr(self.gloo, name)(*arguments, **options)
 
-    monitored_barrier = partialmethod(_by_gloo, "monitored_barrier")
-    recv = partialmethod(_by_gloo, "recv")
-    recv_anysource = partialmethod(_by_gloo, "recv_anysource")
-    send = partialmethod(_by_gloo, "send")
+    monitored_barrier: partialmethod[Any] = partialmethod(_by_gloo, "monitored_barrier")
+    recv: partialmethod[Any] = partialmethod(_by_gloo, "recv")
+    recv_anysource: partialmethod[Any] = partialmethod(_by_gloo, "recv_anysource")
+    send: partialmethod[Any] = partialmethod(_by_gloo, "send")
 
     def abandon(self) -> None:
         """Shuts down and fails operations in flight: afterwards nothing writes to their tensors."""

@@ -143,10 +143,11 @@ class Reducer(CoreReducer):
         refused = {'bucket_cap_mb="auto"': auto, 'reduce="sum"': sums, "check_finite": check_finite}
         if virtual_ranks is not None and (names := [name for name in refused if refused[name]]):
             raise ValueError(f"{names[0]} cannot be used with virtual_ranks=V: leave it out")
-        self.ignore, self.joining = frozenset(ignore), False
+        self.ignore: frozenset[str] = frozenset(ignore)
+        self.joining: bool = False
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._auto = auto
-        self.buffer_sync = BufferSync(module, process_group, ignore)
+        self.buffer_sync: BufferSync = BufferSync(module, process_group, ignore)
         self._checks = Checks(snapshot, ignore)
         self._virtual_ranks: VirtualRanks | None = None
         self.tree_reduction: TreeReduction | None = None  # of virtual ranks
@@ -387,7 +388,7 @@ class Reducer(CoreReducer):
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
         super().abort_step()
         if self._virtual_ranks is not None:
-            self.iteration = self._virtual_ranks.step
+            self.iteration: int = self._virtual_ranks.step
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""

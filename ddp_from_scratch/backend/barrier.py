@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from ddp_from_scratch.backend import operations
 from ddp_from_scratch.backend.operations import FINGERPRINT_NBYTES, name_ranks
@@ -45,7 +46,7 @@ class BarrierMemory:
     """
 
     def __init__(self, node: Transport, machines: int) -> None:
-        self.eager_nbytes = EAGER_NBYTES // max(node.size, 2) // 64 * 64
+        self.eager_nbytes: int = EAGER_NBYTES // max(node.size, 2) // 64 * 64
         fields = np.dtype(
             [
                 ("semaphores", "u1", semaphores_nbytes(node.size)),
@@ -56,19 +57,24 @@ class BarrierMemory:
             ]
         )
         memory = SharedMemory(node, fields.itemsize + 2 * self.eager_nbytes)
-        self.free, self.addresses, segments = memory.free, memory.addresses, memory.segments
-        self.eager = [segment[fields.itemsize :].view(2, -1) for segment in segments]
+        self.free: Callable[[], None] = memory.free
+        self.addresses: list[int] = memory.addresses
+        segments = memory.segments
+        self.eager: list[torch.Tensor] = [s[fields.itemsize :].view(2, -1) for s in segments]
         segments[node.rank][: fields.itemsize].zero_()
         # Making a view takes longer than a meeting, so all of them are made here.
         each = [segment[: fields.itemsize].numpy().view(fields) for segment in segments]
         # The number of waits that a rank has reached, and that it has left.
-        self.arrived, self.passed = ([one[name] for one in each] for name in ("arrived", "passed"))
+        self.arrived: Counters = [one["arrived"] for one in each]
+        self.passed: Counters = [one["passed"] for one in each]
         # 1 once a rank has left the group, or others have given up on it.
-        self.left, self.lost = [one["left"] for one in each], [one["lost"] for one in each]
+        self.left: Counters = [one["left"] for one in each]
+        self.lost: Counters = [one["lost"] for one in each]
         # The number of a meeting that some rank gave up; no rank may continue after it.
-        self.gave_up = each[0]["gave_up"]
-        self.fingerprints = [[part.data for part in one["fingerprints"][0]] for one in each]
-        self.heard = each[0]["heard"][0]
+        self.gave_up: np.ndarray[Any, np.dtype[np.int64]] = each[0]["gave_up"]
+        prints = [[part.data for part in one["fingerprints"][0]] for one in each]
+        self.fingerprints: list[list[memoryview]] = prints
+        self.heard: np.ndarray[Any, np.dtype[np.uint8]] = each[0]["heard"][0]
 
 
 Progress = Callable[[], float]  # advances messages; returns the seconds until it must run again
@@ -92,15 +98,17 @@ class CheckedBarrier:
     """
 
     def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
-        self._nodes, self.progress = nodes, progress
-        self.rank, self.size = nodes.node.rank, nodes.node.size
-        self._process = os.getpid()
+        self._nodes, self._process = nodes, os.getpid()
+        self.progress = progress
+        self.rank: int = nodes.node.rank
+        self.size: int = nodes.node.size
         self._ranks = nodes.node.world_ranks
         self._processes = ProcessWatch(nodes.node.allgather(self._process))
         self._memory = memory = BarrierMemory(nodes.node, nodes.count)
-        self.eager, self.eager_nbytes = memory.eager, memory.eager_nbytes
+        self.eager: list[torch.Tensor] = memory.eager
+        self.eager_nbytes: int = memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
-        self.same_place = True  # whether all ranks gave one place; equal on all ranks
+        self.same_place: bool = True  # whether all ranks gave one place; equal on all ranks
         self._number = 0  # of meetings so far; equal on all ranks in one meeting
         # The number of waits so far, in meetings and after them, and its value at the last meeting.
         self._waits = self._met_at = 0

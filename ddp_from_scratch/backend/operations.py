@@ -127,7 +127,7 @@ class _Caller(threading.local):
     suffix = ""  # for whom this thread starts collectives: ` for bucket 0 of Reducer 2`
 
 
-caller = _Caller()
+caller: _Caller = _Caller()
 
 
 @lru_cache(maxsize=256)

@@ -49,8 +49,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
         # These constructors are collective, so all ranks must call them in this order.
         self._nodes = Nodes.of(everyone)
-        self.machines = self._nodes.count  # a rank that shares no memory counts as one
-        self.checked_barrier = CheckedBarrier(self._nodes, progress)
+        self.machines: int = self._nodes.count  # a rank that shares no memory counts as one
+        self.checked_barrier: CheckedBarrier = CheckedBarrier(self._nodes, progress)
         self._windows = Windows(self._nodes.node)
         self._stage = Stage(self._nodes, self.checked_barrier)
         self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows, self._stage)
@@ -64,7 +64,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # Cached, since making the text takes as long as summing a small tensor.
         self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
         # True if 1/n is exact: AVG has the bits of torch's DDP, which divides before the sum.
-        self.divides_first = everyone.size.bit_count() == 1
+        self.divides_first: bool = everyone.size.bit_count() == 1
         self._timeout = timeout
         self._sequence = 0  # numbers the calls in error messages
         self._worker = Worker(f"{self.backend}-group-{everyone.size}")
@@ -147,7 +147,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         dtype = tensors[0].dtype
         raise RuntimeError(f"the {self.backend} backend cannot reduce tensors of {dtype}")
 
-    allreduce_coalesced = allreduce
+    allreduce_coalesced: ClassVar[Callable[..., dist.Work]] = allreduce
 
     def average_on_machine(self, tensor: torch.Tensor) -> dist.Work:
         """Averages over the ranks of this machine. Collective over the whole group."""

@@ -143,9 +143,9 @@ class SharedMemory:
         memory = _map(node, max(end, mmap.PAGESIZE))
         places = zip(sizes, begins, strict=True)
         self._arrays = [np.frombuffer(memory, np.uint8, size, begin) for size, begin in places]
-        self.addresses = [array.ctypes.data for array in self._arrays]
+        self.addresses: list[int] = [array.ctypes.data for array in self._arrays]
         self._taken: weakref.ref[np.ndarray[Any, Any]] | None = None
-        self.segments = [torch.from_numpy(array) for array in self._arrays]
+        self.segments: list[torch.Tensor] = [torch.from_numpy(array) for array in self._arrays]
 
     @LASTING
     def take(self, rank: int) -> torch.Tensor:

@@ -44,7 +44,8 @@ class Stage:
     def __init__(self, nodes: Nodes, barrier: CheckedBarrier) -> None:
         self._nodes, self._barrier = nodes, barrier
         sizes = nodes.everyone.allgather(nodes.node.size)
-        self.owners, self.shares_memory = min(sizes), max(sizes) > 1
+        self.owners: int = min(sizes)
+        self.shares_memory: bool = max(sizes) > 1
         self._nbytes = PIECE if nodes.count == 1 else PIECE_ACROSS
         self.memory: SharedMemory | None = None  # mapped at the first use
         # Not reset between tensors: a slow rank may still copy the last result out of its slot.

@@ -57,7 +57,7 @@ class NodeWork(dist.Work):
         self._error: Exception | None = None
         self._future: torch.futures.Future[Result] = torch.futures.Future()
         # `repeat` returns the future on each call, faster than a method: every bucket calls it.
-        self.get_future = repeat(self._future).__next__  # type: ignore[method-assign]
+        self.get_future: Callable[[], torch.futures.Future[Result]] = repeat(self._future).__next__
         self._ended = False  # set last; a signal handler, which can take no lock, may read it
         self._under_way = threading.Lock()  # held until `_ended`; waiting threads sleep on it
         self._under_way.acquire()

@@ -98,14 +98,15 @@ class Transformer(nn.Module):
 
     def __init__(self, vocabulary: int, context: int, width: int, heads: int, depth: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
+        self.tokens: nn.Embedding = nn.Embedding(vocabulary, width)
+        self.positions: nn.Embedding = nn.Embedding(context, width)
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
         )
         norm = nn.LayerNorm(width)
-        self.blocks = nn.TransformerEncoder(layer, depth, norm, enable_nested_tensor=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        blocks = nn.TransformerEncoder(layer, depth, norm, enable_nested_tensor=False)
+        self.blocks: nn.TransformerEncoder = blocks
+        self.head: nn.Linear = nn.Linear(width, vocabulary, bias=False)
         nn.init.normal_(self.tokens.weight, std=0.02)
         nn.init.normal_(self.positions.weight, std=0.02)
         self.head.weight = self.tokens.weight  # tied: its gradient comes from two places

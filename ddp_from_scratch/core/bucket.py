@@ -15,7 +15,8 @@ from ddp_from_scratch.common.memory import dense_strides, in_huge_pages
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]
 
-gradient_of = attrgetter("grad")  # for `map`, which loops over all gradients in C
+# For `map`, which loops over all gradients in C.
+gradient_of: Callable[[torch.Tensor], Any] = attrgetter("grad")
 _strides = torch.Tensor.stride
 # Below this mean size in bytes of a gradient, a call for each costs more than the copy itself.
 _SMALL = 2**15
@@ -73,25 +74,29 @@ class Bucket:
         name: str = "a bucket",
         label: str = "ddp.bucket",
     ) -> None:
-        self.members, self._parameters = tuple(members), list(parameters)
-        self.name, self.label = name, label
-        self._index, self._is_last = index, is_last
+        self.members: tuple[int, ...] = tuple(members)
+        self.name = name
+        self.label = label
+        self._parameters, self._index, self._is_last = list(parameters), index, is_last
         *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
-        self.offsets = tuple(offsets)  # the element at which each member's gradient begins
+        self.offsets: tuple[int, ...] = tuple(offsets)  # where each member's gradient begins
         first = self._parameters[0]
         if flat is None:
             flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self.flat, self._on_gpu = flat, gpu.is_gpu(flat.device)
+        self.flat: torch.Tensor = flat
+        self._on_gpu = gpu.is_gpu(flat.device)
         self._sent = flat  # what the comm hook sends, and may replace; `pack` writes to `flat`
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
-        self.views = self.windows_of(flat)
+        self.views: list[torch.Tensor] = self.windows_of(flat)
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
         # True if one call copies all members.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
-        self.state = BucketState.FILLING  # only `launch`, `wait` and `unpack` change it
+        # Only `launch`, `wait` and `unpack` change it.
+        self.state: BucketState = BucketState.FILLING
         # Members neither ready nor unused; those without a gradient in this pass, which contribute
         # the `.grad` that earlier passes left, or zeros.
-        self.missing, self.unused = set(self.members), set[int]()
+        self.missing: set[int] = set(self.members)
+        self.unused: set[int] = set()
         # Members whose gradient autograd has noted without a call of the Reducer.
         self.noted: dict[int, torch.Tensor] = {}
         # Turns the packed buffer into the average; None leaves the choice to the comm hook.

@@ -124,7 +124,9 @@ class Sender:
         transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None,
         sums: bool = False,
     ) -> None:
-        self.process_group, self._transport, self.sums = process_group, transport, sums
+        self.process_group = process_group
+        self.sums = sums
+        self._transport = transport
         self.sends: Callable[[], Group] = NoneType
         self.set_weight(None)
         self.set_hook(average, process_group)
@@ -138,8 +140,11 @@ class Sender:
         """Averages each bucket with `hook(state, bucket)` from now on."""
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
-        self.hook, self.state, self.prepared_for = hook, state, NoneType
-        self.concurrent = hook is average or getattr(hook, "one_collective", False) is True
+        self.hook = hook
+        self.state = state
+        self.prepared_for = NoneType
+        one_collective = getattr(hook, "one_collective", False) is True
+        self.concurrent: bool = hook is average or one_collective
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective if `transport` is."""
@@ -164,7 +169,7 @@ class Sender:
         weight = 1.0 if self.weight is None else self.weight()
         sends = self.group()
         hook_now: Any = self.hook
-        self.state_now = self.state
+        self.state_now: Any = self.state
         # The state of this library's hooks is the Reducer's group, or names it. They send through
         # `sends` instead, unless both are one: a reference to gloo's group keeps its threads alive.
         if sends is not own and self.through_group():
@@ -173,9 +178,9 @@ class Sender:
             else:
                 self.state_now = sends
         self.hook_now: CommHook = hook_now
-        self.aside = not is_ours(self.hook)
-        self.mean = weight / dist.get_world_size(self.process_group)
-        self.scale = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
+        self.aside: bool = not is_ours(self.hook)
+        self.mean: float = weight / dist.get_world_size(self.process_group)
+        self.scale: float = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
         self.op: Any = None  # the hook divides
         if self.hook is average:
             self.op = _reduction(self.state_now)

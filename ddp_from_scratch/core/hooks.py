@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 
 Handle = torch.utils.hooks.RemovableHandle
 # Autograd's number for the backward pass that this thread executes; -1 outside of backward.
-current_pass = torch._C._current_graph_task_id
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Hooks:
@@ -31,7 +31,8 @@ class Hooks:
         # An AccumulateGrad node runs on the stream that was current when it was made. Made here and
         # kept, all of them and our hooks run on one stream. So a bucket is packed after all its
         # gradients, whatever streams forward used. As in torch's DDP.
-        self.nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+        edges = map(torch.autograd.graph.get_gradient_edge, parameters)
+        self.nodes: list[torch.autograd.graph.Node] = [edge.node for edge in edges]
         # Weak, because the garbage collector cannot see a cycle through a parameter's hooks, and
         # parameters may outlive the module. A WeakMethod would be slow Python code in each hook.
         found = weakref.ref(reducer)
@@ -41,7 +42,7 @@ class Hooks:
             for parameter, hook in zip(parameters, self._ready, strict=True)
         ]
         # Module hooks run only if the program calls the whole module; this check always runs.
-        self.ids = frozenset(map(id, parameters))
+        self.ids: frozenset[int] = frozenset(map(id, parameters))
         _watch_steps()
         _living[id(reducer)] = reducer
         # The parameters may outlive the Reducer, but their hooks must not.
@@ -86,6 +87,22 @@ def _tell(phase: str, optimizer: torch.optim.Optimizer, *arguments: Any) -> None
 def _remove_all(handles: Iterable[Handle]) -> None:
     for handle in handles:
         handle.remove()
+
+
+class ModuleHook:
+    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
+
+    def __init__(self, reducer: Any = None, phase: str = "") -> None:
+        self._reducer, self._phase = reducer, phase
+
+    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
+        # Traced, this would break a compiled model's graph. The check before a step still runs.
+        if self._reducer is not None and not torch.compiler.is_compiling():
+            for call in self._reducer.calls[self._phase]:
+                call(*outputs)
+
+    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
+        return ModuleHook, ()  # this Reducer does not average the gradients of a copy
 
 
 class EndOfPass:

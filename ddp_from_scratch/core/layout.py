@@ -107,9 +107,9 @@ class Layout:
     ) -> None:
         self._apart, self._owner = apart, owner
         # Parameters in buckets of their own come last: indices below `_in_flat` are in flat ones.
-        self.names = sorted(parameters, key=lambda name: name in apart)
-        self.parameters = [parameters[name] for name in self.names]
-        self.index_of = {name: index for index, name in enumerate(self.names)}
+        self.names: list[str] = sorted(parameters, key=lambda name: name in apart)
+        self.parameters: list[torch.nn.Parameter] = [parameters[name] for name in self.names]
+        self.index_of: dict[str, int] = {name: index for index, name in enumerate(self.names)}
         self._in_flat = len(self.names) - len(apart)
         flat = self.parameters[: self._in_flat]
         self._gradients = [(p.numel() * p.element_size(), (p.dtype, p.device)) for p in flat]

@@ -17,7 +17,7 @@ from torch.autograd.profiler import record_function
 from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Extensible, Extension
-from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass
+from ddp_from_scratch.core.hooks import EndOfPass, Hooks, ModuleHook, current_pass
 from ddp_from_scratch.core.layout import Layout
 
 IDLE = -1
@@ -60,23 +60,35 @@ class CoreReducer(Extensible):
         if ready_order is not None and sorted(ready_order) != sorted(layout.names):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
         super().__init__()
-        self.module, self.sender, self.layout, self.overlap = module, sender, layout, overlap
-        self.process_group = sender.process_group
-        self.rank = dist.get_rank(self.process_group)
-        self.names, self.parameters = layout.names, layout.parameters
-        self.device, self.caps = self.parameters[0].device, bucket_caps
-        self.sync, self.iteration, self.next_bucket = True, 0, 0
-        self.ready_order = None if ready_order is None else list(ready_order)
-        self.keeps_layout = self.may_be_unused = self.needs_each = False
+        self.module = module
+        self.sender = sender
+        self.layout = layout
+        self.overlap = overlap
+        self.process_group: dist.ProcessGroup | None = sender.process_group
+        self.rank: int = dist.get_rank(self.process_group)
+        self.names: list[str] = layout.names
+        self.parameters: list[torch.nn.Parameter] = layout.parameters
+        self.device: torch.device = self.parameters[0].device
+        self.caps: Sequence[int] = bucket_caps
+        self.sync: bool = True
+        self.iteration: int = 0
+        self.next_bucket: int = 0
+        self.ready_order: list[str] | None = None if ready_order is None else list(ready_order)
+        self.keeps_layout: bool = False
+        self.may_be_unused: bool = False
+        self.needs_each: bool = False
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
-        self.pass_number, self.broken_off, self.pass_thread = IDLE, False, -1
+        self.pass_number: int = IDLE
+        self.broken_off: bool = False
+        self.pass_thread: int = -1
         # Held while buckets change: autograd has a thread for each device, and hooks run in all.
-        self.lock = threading.Lock()
+        self.lock: threading.Lock = threading.Lock()
         # This rank's own error. Raised after all averages, since the other ranks wait for them.
         self._error: RuntimeError | None = None
         self._bucket_type: type[Bucket] = Bucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
-        self.all_buckets = self.flat_buckets = tuple[Bucket, ...]()
+        self.all_buckets: tuple[Bucket, ...] = ()
+        self.flat_buckets: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, Bucket] = {}
         self.hooks: Hooks | None = None
         self.lay_out()
@@ -382,19 +394,3 @@ class CoreReducer(Extensible):
             f"but the last; where one pass gives it several gradients, or it is used outside of "
             f"the module's forward, use static_graph=True"
         )
-
-
-class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
-
-    def __init__(self, reducer: CoreReducer | None = None, phase: str = "") -> None:
-        self._reducer, self._phase = reducer, phase
-
-    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
-        # Traced, this would break a compiled model's graph. The check before a step still runs.
-        if self._reducer is not None and not torch.compiler.is_compiling():
-            for call in self._reducer.calls[self._phase]:
-                call(*outputs)
-
-    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        return ModuleHook, ()  # this Reducer does not average the gradients of a copy

@@ -267,7 +267,7 @@ class Link:
 
     def __init__(self, store: "dist.Store", node: int, job: Job, timeout: float) -> None:
         try:
-            self.ticket = str(store.add("tickets", 1))
+            self.ticket: str = str(store.add("tickets", 1))
             store.set(f"arrival {self.ticket}", json.dumps({"node": node} | job._asdict()))
             while not store.check([f"answer {self.ticket}"]):
                 time.sleep(EXCHANGE_S)
@@ -276,12 +276,13 @@ class Link:
             refusal = "the job ended before machine 0 admitted this machine"
         if refusal:
             raise UsageError(refusal)
-        self.timeout, self._store = timeout, store
+        self.timeout = timeout
+        self._store = store
         # The last state that machine 0 has written.
         self.job: dict[str, Any] = {"orders": {self.ticket: []}, "failure": None, "end": None}
         self.report: dict[str, Any] = {"codes": {}, "signals": [], "failure": None, "ended": False}
-        self.heard = time.monotonic()  # the time of machine 0's last heartbeat
-        self.is_closed = False  # True once machine 0's store is gone
+        self.heard: float = time.monotonic()  # the time of machine 0's last heartbeat
+        self.is_closed: bool = False  # True once machine 0's store is gone
         self._last = False
         self._thread = threading.Thread(target=self._talk, daemon=True)
         self._thread.start()

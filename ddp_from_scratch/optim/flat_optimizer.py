@@ -117,15 +117,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
-        self.shard, self._runs = shard, dict[Bucket, list[FlatParams]]()
+        self.shard: str = shard
+        self._runs = dict[Bucket, list[FlatParams]]()
         name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
         self._shards = SHARDS[shard](name, reducer, self._rule, overlap_forward)
         self._check_groups()
 
     _add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
-    zero_grad = _without_dynamo(torch.optim.Optimizer.zero_grad)
+    zero_grad: Callable[..., None] = _without_dynamo(torch.optim.Optimizer.zero_grad)
     _own_state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
-    load_state_dict = _without_dynamo(torch.optim.Optimizer.load_state_dict)
+    load_state_dict: Callable[..., None] = _without_dynamo(torch.optim.Optimizer.load_state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as in torch. Raises a ValueError for complex parameters in Adam, AdamW."""
@@ -244,8 +245,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         return () if self._reducer is None else self._reducer.flat_buckets
 
     def _check_groups(self) -> None:
-        groups = (group for bucket in self._buckets for group in self._groups_of(bucket))
-        if self.shard != "none" and None in groups:
+        if self.shard != "none" and any(None in self._groups_of(b) for b in self._buckets):
             raise ValueError(
                 "params must hold all of the reducer's parameters: the gradient of another one "
                 "would not be averaged"

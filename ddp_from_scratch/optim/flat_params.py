@@ -48,12 +48,14 @@ class FlatParams:
         allocate: Callable[[int, torch.Tensor], torch.Tensor],  # of a size, like another tensor
         allocate_parameters: Callable[[int, torch.Tensor], torch.Tensor],
     ) -> None:
-        self.group, self._rule, self._allocate = group, rule, allocate
-        self.parameters, self.gradients = bucket.parameters()[members], bucket.views[members]
+        self.group = group
+        self._rule, self._allocate = rule, allocate
+        self.parameters: list[torch.nn.Parameter] = bucket.parameters()[members]
+        self.gradients: list[torch.Tensor] = bucket.views[members]
         begin = bucket.offsets[members.start]
         # Where members begin in the gradient, and the last one's end, in elements.
         self._offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters)]
-        self.gradient = bucket.buffer()[begin : begin + self._offsets[-1]]
+        self.gradient: torch.Tensor = bucket.buffer()[begin : begin + self._offsets[-1]]
         # Where each member begins in the flat tensor, and the members with which pieces begin.
         self._line = CACHE_LINE // self.gradient.itemsize
         self._begins, self._pieces, end = [], [0], 0
@@ -64,9 +66,9 @@ class FlatParams:
             self._begins.append(end)
             end += parameter.numel()
         self._pieces.append(len(self.parameters))
-        self.flat = allocate_parameters(self._round_up(end), self.gradient)
-        self.places = self.windows(self.flat)
-        self.own = range(self.flat.numel())  # the elements of `flat` that this rank steps
+        self.flat: torch.Tensor = allocate_parameters(self._round_up(end), self.gradient)
+        self.places: list[torch.Tensor] = self.windows(self.flat)
+        self.own: range = range(self.flat.numel())  # the elements of `flat` that this rank steps
         self._own_gradient = 0, self.gradient  # where its part of the gradient begins, and the part
         # State by key: a flat tensor, and a window for each member. Allocated when needed.
         self.state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}

@@ -91,7 +91,7 @@ class Muon(torch.optim.Optimizer):
         }
         self._reducer: Reducer | None = reducer  # None in a copy
         self._compared: Callable[[], Any] = NoneType  # returns the group that has one `ns_dtype`
-        self.ns_dtype = ns_dtype or fastest_dtype(reducer.device)
+        self.ns_dtype: torch.dtype = ns_dtype or fastest_dtype(reducer.device)
         if self.ns_dtype not in DTYPES:
             raise ValueError(f"ns_dtype must be one of {DTYPES} or None, got {ns_dtype}")
         super().__init__(params, {})

@@ -77,8 +77,10 @@ class SGDRule(UpdateRule):
     `foreach=False` step these elements, and the fused kernel steps all others.
     """
 
-    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-    fused = None
+    settings: tuple[str, ...] = (
+        *("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
+    )
+    fused: bool | None = None
     takes_complex = True
     exact_anywhere = True
 
@@ -119,8 +121,8 @@ class AdamRule(UpdateRule):
     """torch.optim.Adam and AdamW with the bits of `fused=True`."""
 
     _of_kernel = ("eps", "weight_decay", "amsgrad", "maximize")
-    settings = ("lr", "betas", *_of_kernel, "decoupled_weight_decay")
-    fused = True
+    settings: tuple[str, ...] = ("lr", "betas", *_of_kernel, "decoupled_weight_decay")
+    fused: bool | None = True
     takes_complex = False  # torch's fused kernel has none
     exact_anywhere = False
 

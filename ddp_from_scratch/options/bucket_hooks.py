@@ -23,7 +23,7 @@ from ddp_from_scratch.core.reducer import CoreReducer
 class BucketHooks(Extension):
     """Hooks only the last gradient of each bucket, unless another extension asks for each one."""
 
-    on = False  # True if autograd does not call for every gradient
+    on: bool = False  # True if autograd does not call for every gradient
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)

@@ -26,7 +26,7 @@ class BufferSync(Extension):
         ignore: Collection[str],
     ) -> None:
         self._module, self._process_group, self._ignore = module, process_group, ignore
-        self.enabled = False
+        self.enabled: bool = False
         self.joining = False  # inside `join()`
         # In flight between `_launch` and `_finish`; whether this rank sends them.
         self._sent: list[tuple[list[torch.Tensor], torch.Tensor, dist.Work]] = []

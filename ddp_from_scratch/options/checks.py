@@ -28,11 +28,12 @@ class Checks(Extension):
     """Detects a changed module, and forward passes that write to parameters."""
 
     def __init__(self, snapshot: "ModuleSnapshot", ignore: Collection[str]) -> None:
-        self._snapshot, self.ignore = snapshot, ignore
+        self._snapshot = snapshot
+        self.ignore = ignore
         # Versions of all parameters at the start of the current forward pass in training; None
         # otherwise. torch does not count writes to `parameter.data`, so these are missed.
         self._before: list[int] | None = None
-        self.has_written = False  # a forward pass, to a parameter
+        self.has_written: bool = False  # a forward pass, to a parameter
         self._forwards = 0
 
     def attach(self, reducer: CoreReducer) -> None:
@@ -164,7 +165,7 @@ class ModuleSnapshot:
 
     def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
         self._ignore = frozenset(ignore)
-        self.parameters = self._parameters_of(module)
+        self.parameters: dict[str, torch.nn.Parameter] = self._parameters_of(module)
         everyone = self.parameters.values()
         self._trains, self._traits = [*map(_requires_grad, everyone)], [*map(_traits, everyone)]
         self.look_at(module)

@@ -42,11 +42,15 @@ class SparseBucket(Bucket):
         process_group: dist.ProcessGroup | None,
         name: str,
     ) -> None:
-        self.members, self._parameters, self._parameter = (member,), [parameter], parameter
-        self.name, self.label = name, f"ddp.bucket {index} ({name})"
+        self.members: tuple[int, ...] = (member,)
+        self._parameters, self._parameter = [parameter], parameter
+        self.name = name
+        self.label: str = f"ddp.bucket {index} ({name})"
         self._index, self._process_group = index, process_group
-        self.missing, self.unused = set(self.members), set[int]()
-        self.state, self.noted = BucketState.FILLING, {}
+        self.missing: set[int] = set(self.members)
+        self.unused: set[int] = set()
+        self.state: BucketState = BucketState.FILLING
+        self.noted: dict[int, torch.Tensor] = {}
         self._work: dist.Work | None = None
         # This rank's part divided by the world size: (indices, values) if the gradient is sparse,
         # (gradient,) if it is dense, () if there is none.

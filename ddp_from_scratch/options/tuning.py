@@ -94,8 +94,8 @@ class BucketTuning(Extension):
     """Tries several bucket sizes in the first averages, and keeps the fastest."""
 
     def attach(self, reducer: CoreReducer) -> None:
-        self.settled = False  # True when `present` is final
-        self.present = Candidate(DEFAULT, reducer.overlap)
+        self.settled: bool = False  # True when `present` is final
+        self.present: Candidate = Candidate(DEFAULT, reducer.overlap)
         super().attach(reducer)
         self._known_order = reducer.ready_order  # of the current layout
         # Trials to come; None before the first average. All ranks plan the same, without a clock.

@@ -43,7 +43,7 @@ def reached(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
 class _Forward:
     def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor]) -> None:
         self.reached = reached  # indices of the Reducer's parameters; None means unknown
-        self.others = [weakref.ref(leaf) for leaf in others]
+        self.others: list[weakref.ref[torch.Tensor]] = [weakref.ref(leaf) for leaf in others]
 
 
 class Unused(Extension):
@@ -56,7 +56,9 @@ class Unused(Extension):
     """
 
     def __init__(self, find_unused: bool, static: bool, skip: bool) -> None:
-        self.find_unused, self.is_static, self._skip = find_unused, static, skip
+        self.find_unused = find_unused
+        self.is_static: bool = static
+        self._skip = skip
         # The first average skips no bucket, since gradients of one rank may predate its Reducer.
         self._has_agreed = False
         self._used: set[int] = set()  # since the last average, including passes under no_sync()

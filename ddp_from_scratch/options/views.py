@@ -22,7 +22,7 @@ class ViewBucket(Bucket):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.packs_early = not self._together
+        self.packs_early: bool = not self._together
         # The tensors that become `.grad`. They are not `views`, whose memory must never change:
         # `module.half()` gives a `.grad` other memory.
         self._lent = self.windows_of(self.flat)

@@ -124,7 +124,8 @@ class DelayedReduction:
         process_group: dist.ProcessGroup | None,
         sums: bool,
     ) -> None:
-        self.process_group, self._sums = process_group, sums
+        self.process_group = process_group
+        self._sums = sums
         # An infinite cap, because all gradients are launched at the same time anyway.
         kinds = [(p.nbytes, (p.dtype, p.device)) for p in parameters]
         plan = assign(kinds, range(len(parameters)), [2**62])

@@ -37,7 +37,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def __init__(self, reducer: Reducer) -> None:
         super().__init__()
         self.reducer = reducer
-        self.by_initial_world_size = True
+        self.by_initial_world_size: bool = True
         self.last_rank: int | None = None  # all ranks got its parameters when a context ended
         self._outside = self._join_config  # disabled, and again after a context
         self._averaged = True  # the last step averaged, so buffers are due before the next one

@@ -117,15 +117,19 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             text = "broadcast_buffers is deprecated: forward_sync_buffers is for forward passes"
             warnings.warn(text, FutureWarning, stacklevel=2)
         self.module = module
-        self.process_group = internals.chosen_group(module, process_group, device_mesh)
+        group = internals.chosen_group(module, process_group, device_mesh)
+        self.process_group: dist.ProcessGroup = group
         self.device_mesh = device_mesh
-        self.bucket_bytes_cap_list = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
-        self.dim, self.mixed_precision = dim, mixed_precision
-        self.find_unused_parameters, self.static_graph = find_unused_parameters, static_graph
+        caps = [int(cap * 2**20) for cap in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_list: list[int] = caps
+        self.dim = dim
+        self.mixed_precision = mixed_precision
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph: bool = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
         # Delayed parameters are broadcast like others, but the Reducer does not average them.
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore = ignore | {name for name, _ in delayed}
+        self.parameters_to_ignore: set[str] = ignore | {name for name, _ in delayed}
         everyone = module.named_parameters()
         parameters = [p for name, p in everyone if name not in self.parameters_to_ignore]
         if not any(parameter.requires_grad for parameter in parameters):
@@ -133,10 +137,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 "DistributedDataParallel is not needed when a module doesn't have any parameter "
                 "that requires a gradient."
             )
-        self.device = parameters[0].device
-        self.device_ids, self.output_device = internals.checked_devices(
-            device_ids, output_device, parameters
-        )
+        self.device: torch.device = parameters[0].device
+        devices = internals.checked_devices(device_ids, output_device, parameters)
+        self.device_ids: list[int] | None = devices[0]
+        self.output_device: int | None = devices[1]
         # `_build` runs again in a copy and for another process group.
         self._settings: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb_list or bucket_cap_mb,

@@ -213,8 +213,8 @@ class StepSampler(Sampler[int]):
                 f"--accumulate {accumulate} is more than the {batches} batches of an epoch"
             )
         # Images that do not fill a batch, or a step, are left out at the end.
-        self.steps_per_epoch = batches // accumulate
-        self.global_batch_size = batch_size * parts * accumulate
+        self.steps_per_epoch: int = batches // accumulate
+        self.global_batch_size: int = batch_size * parts * accumulate
         self.set_epoch(0)
 
     def set_epoch(

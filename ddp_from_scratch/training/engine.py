@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.common.errors import UsageError
@@ -20,7 +21,7 @@ from ddp_from_scratch.training.coordination import (
     prepare_process,
     raise_on_all_ranks,
 )
-from ddp_from_scratch.training.datasets import StepSampler, make_loader
+from ddp_from_scratch.training.datasets import ImageData, Sample, StepSampler, make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import AUTO, TIMELINE_STEPS, Settings
@@ -37,21 +38,24 @@ class Engine:
     """The state of a training run on this rank, and its position: epoch and step."""
 
     def __init__(self, settings: Settings, world: World) -> None:
-        self.settings, self.world = settings, world
-        self.report = Report(speaks=world.rank == 0, quiet=settings.quiet)
+        self.settings = settings
+        self.world: World = world
+        self.report: Report = Report(speaks=world.rank == 0, quiet=settings.quiet)
         group = prepare_process(settings, world, {"the command": "train"})
         # For CPU tensors. None is the default group, which --elastic replaces.
-        self.group = group if world.backend == "nccl" else None
-        self.images = open_dataset(settings.dataset, settings, world, self.group)
+        self.group: dist.ProcessGroup | None = group if world.backend == "nccl" else None
+        self.images: ImageData = open_dataset(settings.dataset, settings, world, self.group)
         # Held until `run` ends, because another run would remove this one's checkpoints.
-        self.lock = ExitStack()
-        self.writes = False
-        self.epoch = self.step = self.global_step = 0
+        self.lock: ExitStack = ExitStack()
+        self.writes: bool = False
+        self.epoch: int = 0
+        self.step: int = 0
+        self.global_step: int = 0
         with raise_on_all_ranks(self.group):
             self._deal_images()
-            self.model_spec = self.images.model_spec(settings.model)
+            self.model_spec: dict[str, Any] = self.images.model_spec(settings.model)
             # Built in the same way on every rank, then made equal to rank 0's.
-            self.model = make_model(**self.model_spec).to(world.device)
+            self.model: torch.nn.Module = make_model(**self.model_spec).to(world.device)
             if settings.sync_batch_norm:
                 ddp.convert_sync_batchnorm(self.model)
                 if not any(isinstance(layer, ddp.SyncBatchNorm) for layer in self.model.modules()):
@@ -59,20 +63,21 @@ class Engine:
             if settings.optimizer == "muon":
                 hidden_matrices(self.model, settings.model)
             # With --elastic this process is alone until `_begin`.
-            self.membership = Membership(world, settings.virtual_ranks or 1, settings.timeout)
+            most_ranks = settings.virtual_ranks or 1
+            self.membership: Membership = Membership(world, most_ranks, settings.timeout)
             if not self.membership.elastic:
                 self._open_outputs()
         state, compressed = self._until_met(self._begin)
         self._make_engine(state)
         # This epoch's sums, as in `_count`: of this rank, or with --elastic of all ranks, since a
         # lost rank cannot be asked for its own.
-        self.totals = torch.zeros(3, dtype=torch.float64, device=world.device)
-        self.losses = LossWatch(world.rank, world.device)
+        self.totals: torch.Tensor = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.losses: LossWatch = LossWatch(world.rank, world.device)
         self.reported_loss = False
         self.saved_as: Path | None = None
         # When this rank left the last group and when it joined the next; None once reported.
         self.regrouped: tuple[float, float, int] | None = None
-        self.images_per_second = 0.0
+        self.images_per_second: float = 0.0
         if state is not None:
             self._restore(state)
             # Last, because it needs the restored scaler's scale.
@@ -112,10 +117,11 @@ class Engine:
 
     def _deal_images(self) -> None:
         """Makes the loaders of this rank's images."""
-        self.train = make_loader(self.images.train, self.settings, self.world, train=True)
-        self.test = make_loader(self.images.test, self.settings, self.world, train=False)
+        images, settings, world = self.images, self.settings, self.world
+        self.train: DataLoader[Sample] = make_loader(images.train, settings, world, train=True)
+        self.test: DataLoader[Sample] = make_loader(images.test, settings, world, train=False)
         assert isinstance(self.train.sampler, StepSampler)
-        self.sampler = self.train.sampler
+        self.sampler: StepSampler = self.train.sampler
 
     def _open_outputs(self) -> None:
         """Opens the folders for checkpoints and metrics on rank 0, the only rank that writes."""
@@ -125,11 +131,11 @@ class Engine:
             # A rank that takes over continues with the lost rank's checkpoints.
             resume = "auto" if self.membership.is_new_leader else self.settings.resume
             self.lock.enter_context(checkpoint.prepare_folder(folder, resume=resume))
-        self.metrics = MetricsWriter(self.settings.log_dir if self.writes else None)
+        self.metrics: MetricsWriter = MetricsWriter(self.settings.log_dir if self.writes else None)
 
     def _make_engine(self, state: checkpoint.State | None) -> None:
         settings, world = self.settings, self.world
-        self.reducer = ddp.Reducer(
+        self.reducer: ddp.Reducer = ddp.Reducer(
             self.model,
             **buckets_to_begin_with(settings, state, world.world_size),
             shared_memory=settings.shared_memory,
@@ -149,8 +155,9 @@ class Engine:
         elif settings.compress is not None:
             self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
         self.optimizer: Any = make_optimizer(settings, self.model, self.reducer)
-        plain = settings.virtual_ranks is None and settings.compress is None
-        self.steps_in_backward = settings.shard != "none" and plain and settings.precision != "fp16"
+        scales = settings.precision == "fp16"
+        plain = settings.virtual_ranks is None and settings.compress is None and not scales
+        self.steps_in_backward: bool = settings.shard != "none" and plain
         if settings.stragglers is not None:
             self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
         self.timeline: Timeline | None = None
@@ -158,7 +165,7 @@ class Engine:
             steps = settings.timeline_steps or TIMELINE_STEPS
             self.timeline = Timeline(self.reducer, settings.timeline, steps)
         # The scaler checks the averages, so an overflow on one rank makes all skip the step.
-        self.scaler = torch.amp.GradScaler(world.device.type, enabled=settings.precision == "fp16")
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(world.device.type, enabled=scales)
 
     def _report_stragglers(self, found: StragglerReport) -> None:
         self.report.line(str(found))

@@ -83,7 +83,8 @@ class Trainer(Engine):
 
     def _train(self, stop: StopSignal) -> int:
         """Trains to the end; returns the signal that stopped the run, or 0."""
-        number, self.test_accuracy = 0, math.nan
+        number = 0
+        self.test_accuracy: float = math.nan
         if self.membership.changed and self.epoch and not self.step:
             # A rank may have been lost while the last checkpoint was written.
             self._save()
@@ -159,7 +160,7 @@ class Trainer(Engine):
                 return number
         gpu.synchronize(self.world.device)
         images = (self.step - first) * self.sampler.global_batch_size
-        self.images_per_second = images / (time.monotonic() - began)
+        self.images_per_second: float = images / (time.monotonic() - began)
         return 0
 
     def _step(self, batches: Iterator[Any]) -> None:
@@ -184,14 +185,14 @@ class Trainer(Engine):
         # so a step that a lost rank aborts changes nothing.
         if not self.steps_in_backward:
             self.scaler.step(self.optimizer)
-        self.totals += totals
+        self.totals.add_(totals)
         before = self.scaler.get_scale() if self.power_sgd is not None else 1.0
         self.scaler.update()
         if self.power_sgd is not None and (scale := self.scaler.get_scale()) != before:
             # The next gradients have the new scale. The factor is a power of two, so it is exact.
             self.power_sgd.rescale(scale / before)
         self.step += 1
-        self.global_step += 1
+        self.global_step: int = self.global_step + 1
 
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
         """Runs `accumulate` batches of this rank, or of one virtual rank; returns their count."""
@@ -260,7 +261,8 @@ class Trainer(Engine):
             ranks = self.world.world_size
             self.report.result(f"parameters {checksum}, bit-identical on {ranks} ranks")
         # Set before the checkpoint, from which a resumed run starts the next epoch.
-        self.epoch, self.step = self.epoch + 1, 0
+        self.epoch: int = self.epoch + 1
+        self.step: int = 0
         self.totals.zero_()
         self._save()
 

@@ -18,10 +18,11 @@ class Report:
     """Prints a progress bar on a terminal, plain lines elsewhere, on the rank that `speaks`."""
 
     def __init__(self, *, speaks: bool, quiet: bool) -> None:
-        self.speaks, self._quiet = speaks, quiet  # another rank may take over
+        self.speaks = speaks  # another rank may take over
+        self._quiet = quiet
         # Both, because under mpirun every rank's standard output is a terminal.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
-        self.colours = terminal and "NO_COLOR" not in os.environ
+        self.colours: bool = terminal and "NO_COLOR" not in os.environ
 
     def progress(self, steps: range, title: str) -> Iterable[int]:
         return tqdm(

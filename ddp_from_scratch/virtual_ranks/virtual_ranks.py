@@ -43,14 +43,15 @@ class VirtualRanks(Extension):
     ) -> None:
         if count < 1 or count & (count - 1):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
-        self.count, self._buffers, self._windows = count, buffers, windows
-        self.step, self._seed = 0, 0  # both seed the generators, with the virtual rank
-        self.reduction = TreeReduction(count, windows)
+        self.count = count
+        self._buffers, self._windows, self._seed = buffers, windows, 0
+        self.step: int = 0  # it and `_seed` seed the generators, with the virtual rank
+        self.reduction: TreeReduction = TreeReduction(count, windows)
         # The step's virtual ranks that have not ended, and those not begun. Empty between steps.
         self._due: list[int] = []
         self._ahead: list[int] = []
         self.inside: int | None = None  # the virtual rank that is running
-        self.in_lock_step = False
+        self.in_lock_step: bool = False
         # The buffers at the start of the step, and its number; None after the optimizer's step.
         self._before: tuple[dict[str, torch.Tensor], int] | None = None
         # What `run_all` returns of the step, and this rank's virtual ranks if some were kept.

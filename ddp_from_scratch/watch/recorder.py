@@ -80,7 +80,7 @@ class Recorder(Extension):
     """Takes a mark at each event of a step. Subclasses decide where a step ends, and read it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.marks = Marks(device)
+        self.marks: Marks = Marks(device)
         self.step: StepMarks | None = None  # the current step; None records nothing
         self._in_backward = False
 

@@ -169,7 +169,8 @@ class StragglerWatch(Recorder):
 
     def on_set_step(self) -> None:
         """Drops the steps since the last report, since ranks that join later do not have them."""
-        self._steps, self.step = [], None
+        self._steps.clear()
+        self.step: StepMarks | None = None
 
     def _report(self, iteration: int) -> None:
         rows = []

@@ -40,11 +40,11 @@ class Timeline(Recorder):
         if steps < 1 or skip < 0:
             raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
         self.record: Record | None = None  # equal on every rank, once its steps are complete
-        self.has_picture = False  # True if rank 0 has matplotlib
+        self.has_picture: bool = False  # True if rank 0 has matplotlib
         self._reducer, self._count, self._skip = reducer, steps, skip
-        self.folder = None if folder is None else Path(folder)
+        self.folder: Path | None = None if folder is None else Path(folder)
         self._group = cpu_group(reducer.process_group)
-        self.rank = self._group.rank()
+        self.rank: int = self._group.rank()
         if self.folder is not None:
             self._on_rank_0(partial(_make, self.folder))
         self._hosts = gather_objects(f"{socket.gethostname()}/{this_machine()}", self._group)
@@ -81,7 +81,7 @@ class Timeline(Recorder):
     # The steps ----------------------------------------------------------------------------------
 
     def _begin(self, iteration: int) -> None:
-        self.step = None
+        self.step: StepMarks | None = None
         self._arrived.clear()
         if iteration >= self._first and self._reducer.bucket_cap_mb is not None:
             step = StepMarks(iteration, self._reducer.buckets)

@@ -63,16 +63,17 @@ class Membership:
     """
 
     def __init__(self, world: World, most_ranks: int, timeout: float) -> None:
-        self.world, self._most_ranks = world, most_ranks
-        self._timeout = timedelta(seconds=timeout)
-        self.elastic = MEMBER in os.environ  # the agent replaces lost ranks; else one generation
+        self.world: World = world
+        self._most_ranks, self._timeout = most_ranks, timedelta(seconds=timeout)
+        self.elastic: bool = MEMBER in os.environ  # lost ranks are replaced; else one generation
         if self.elastic:
             self._store = job_store()
         self._number = int(os.environ.get(MEMBER, "0"))
         self._said = Member()
         self._generation = Generation()
         self._connect_s = _CONNECT_S
-        self.is_new_leader = False  # true on rank 0, but not in the first process's first group
+        # True on rank 0, but not in the first process's first group.
+        self.is_new_leader: bool = False
 
     @property
     def in_group(self) -> bool:
@@ -208,7 +209,7 @@ class ElasticRun:
     def __init__(
         self, membership: Membership, reducer: Reducer, optimizer: Optimizer, *others: "Stateful"
     ) -> None:
-        self.step = 0  # the number of steps that are finished
+        self.step: int = 0  # the number of steps that are finished
         self._membership, self._reducer = membership, reducer
         self._stateful: list[Stateful] = [optimizer, *others]
         self._stepped = False  # True once the optimizer has stepped, which finishes the step
