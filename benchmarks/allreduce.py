@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness.launch import make_parser
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import draw_lines, write
 from ddp_from_scratch import UsageError, process_group, start_ranks
 from ddp_from_scratch.bench.results import text_table

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.launch import make_parser
+from benchmarks.harness.options import make_parser
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.launch.rank_process import run_to_exit

@@ -26,7 +26,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks.harness.launch import add_common_options, make_parser, run_on_ranks
+from benchmarks.harness.launch import add_common_options, run_on_ranks
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import write
 from benchmarks.timelines import record
 from ddp_from_scratch import UsageError

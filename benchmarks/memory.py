@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness.launch import MODELS, add_common_options, make_parser
+from benchmarks.harness.launch import MODELS, add_common_options
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import Bar, draw_bars, write
 from ddp_from_scratch import UsageError, check_sync, process_group
 from ddp_from_scratch.bench.contenders import (

@@ -31,13 +31,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
-from benchmarks.harness.launch import (
-    ON_CPU,
-    add_common_options,
-    make_parser,
-    parse_sweep,
-    run_on_ranks,
-)
+from benchmarks.harness.launch import ON_CPU, add_common_options, parse_sweep, run_on_ranks
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import draw_curves, write
 from ddp_from_scratch.bench.contenders import Contender
 from ddp_from_scratch.bench.results import Samples, median_interval, text_table

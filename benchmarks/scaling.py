@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks.harness.launch import backend_of_job, make_parser
+from benchmarks.harness.launch import backend_of_job
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import Bar, draw_bars, write
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.contenders import (

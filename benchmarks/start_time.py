@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.harness.launch import make_parser
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import write
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import Samples, text_table

@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.launch import make_parser
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import draw_progress, write
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import text_table

@@ -42,8 +42,9 @@ from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks.harness import network
-from benchmarks.harness.launch import backend_of_job, make_parser
+from benchmarks.harness.launch import backend_of_job
 from benchmarks.harness.network import Meter, Result, check_crossed, gather_sent, limit_ms
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import Bar, draw_bars, write
 from benchmarks.harness.wire_contenders import (
     BF16,

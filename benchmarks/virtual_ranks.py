@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness.launch import add_common_options, make_parser, parse_sweep, run_on_ranks
+from benchmarks.harness.launch import add_common_options, parse_sweep, run_on_ranks
+from benchmarks.harness.options import make_parser
 from benchmarks.harness.report import write
 from ddp_from_scratch import Reducer, UsageError, broadcast_parameters
 from ddp_from_scratch.bench.contenders import (

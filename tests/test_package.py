@@ -62,6 +62,24 @@ def test_the_launcher_starts_without_torch(tmp_path):
     assert (done.returncode, done.stderr) == (2, told)
 
 
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"], (_, module, *sys.argv[1:]) = None, sys.argv
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+NEED_NO_TORCH = ["ddp_from_scratch", "run", "tutorial", "tutorial.samples"]
+NEED_NO_TORCH += ["benchmarks.compare", "benchmarks.start_time"]
+
+
+@pytest.mark.parametrize("module", NEED_NO_TORCH)
+def test_help_needs_no_torch(module, tmp_path):
+    done = python("-c", WITHOUT_TORCH, module, "--help", folder=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"python -m {module}" in done.stdout or "usage: run.py" in done.stdout
+
+
 @pytest.mark.slow
 def test_what_is_missing_is_one_line(tmp_path):
     missing = "No module named torchvision"

@@ -5,11 +5,9 @@ import gc
 import math
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
-from benchmarks.harness.report import RESULTS
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.timing import start
 from ddp_from_scratch.bench.workloads import WORKLOADS
@@ -18,24 +16,6 @@ from ddp_from_scratch.world.world import World
 
 MODELS = ("mlp", "resnet18")
 ON_CPU = ("gloo", "mpi")
-
-
-def make_parser(name: str, text: str | None, *, results: bool = True) -> argparse.ArgumentParser:
-    """Makes the parser of `python -m NAME`, whose help begins with `text`, with --results."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {name}",
-        description=text,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    if results:
-        parser.add_argument(
-            "--results",
-            type=Path,
-            default=RESULTS,
-            metavar="FOLDER",
-            help="where JSON and PNG go (default: benchmarks/results)",
-        )
-    return parser
 
 
 def add_common_options(

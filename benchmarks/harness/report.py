@@ -4,27 +4,32 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ddp_from_scratch.bench.results import content_of, save
-
-try:
-    import matplotlib
-except ImportError:  # numbers are useful without pictures
-    pyplot = None
-else:
-    matplotlib.use("Agg")  # before pyplot, which otherwise looks for a screen
-    from matplotlib import pyplot
-
-    pyplot.style.use(Path(__file__).with_name("pictures.mplstyle"))
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Distinct for colour-blind readers, and in print.
 COLOURS = {"torch": "#d55e00", "reference": "#9a9a9a", "ours": "#0072b2"}
 _LEGEND = ("torch", "no communication", "this library")
 _LIMIT = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 13}
-_NO_PICTURE = "not drawn: there is no matplotlib"
+
+
+@cache
+def _pyplot() -> Any:
+    """Imported only to draw, since it takes a second. None without matplotlib, and says so."""
+    try:
+        import matplotlib
+    except ImportError:  # numbers are useful without pictures
+        print("not drawn: there is no matplotlib", flush=True)
+        return None
+    matplotlib.use("Agg")  # before pyplot, which otherwise looks for a screen
+    from matplotlib import pyplot
+
+    pyplot.style.use(Path(__file__).with_name("pictures.mplstyle"))
+    return pyplot
 
 
 def draw_lines(
@@ -35,8 +40,7 @@ def draw_lines(
     folder: Path,
 ) -> None:
     """Draws the file `name` with a line of points per label, on logarithmic axes."""
-    if pyplot is None:
-        print(_NO_PICTURE, flush=True)
+    if (pyplot := _pyplot()) is None:
         return
     figure, plot = pyplot.subplots(figsize=(8, 5))
     for number, (label, points) in enumerate(lines.items()):
@@ -55,8 +59,7 @@ def draw_curves(
     folder: Path,
 ) -> None:
     """Draws the file `name`: `what` over each panel's axis, with a curve per label."""
-    if pyplot is None:
-        print(_NO_PICTURE, flush=True)
+    if (pyplot := _pyplot()) is None:
         return
     figure, plots = pyplot.subplots(1, len(panels), sharey=True, figsize=(10, 4))
     for plot, (axis, curves) in zip(plots, panels.items(), strict=True):
@@ -100,8 +103,7 @@ def draw_bars(
     `label` is that of the bars' axis; `limit` explains the bars' limits in the legend; at `unit` a
     line crosses all bars.
     """
-    if pyplot is None:
-        print(_NO_PICTURE, flush=True)
+    if (pyplot := _pyplot()) is None:
         return
     rows = [len(bars) + sum(bar.apart for bar in bars) / 2 for bars in panels.values()]
     figure, plots = pyplot.subplots(
@@ -156,7 +158,7 @@ def _save(name: str, figure: Any, folder: Path) -> None:
     path = folder / f"{name}.png"
     # Without matplotlib's version, so the same numbers give the same file.
     figure.savefig(path, metadata={"Software": None})
-    pyplot.close(figure)
+    _pyplot().close(figure)
     print(f"drawn to {os.path.relpath(path)}", flush=True)
 
 
@@ -171,8 +173,7 @@ def draw_progress(
     `lines` has, by label, the seconds and numbers of epochs, and the seconds of losses. The first
     is this library's.
     """
-    if pyplot is None:
-        print(_NO_PICTURE, flush=True)
+    if (pyplot := _pyplot()) is None:
         return
     figure, (far, fast) = pyplot.subplots(2, sharex=True, figsize=(8, 6))
     colours = (COLOURS["ours"], COLOURS["torch"])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
+from ddp_from_scratch.bench.results import NO_COMMUNICATION, TORCH
 from ddp_from_scratch.bench.workloads import Workload
 from ddp_from_scratch.optim.flat_optimizer import SGD, AdamW, FlatOptimizer
 from ddp_from_scratch.reducer import Reducer
@@ -138,8 +139,6 @@ def flat(
     return prepare
 
 
-NO_COMMUNICATION = "no communication"
-TORCH = "torch DDP"
 # Ratios are to the fastest of these that this torch has.
 REFERENCES = tuple(
     f"{TORCH}, {what}" for what in ("default", "views", "batched copies", "tapering buckets")

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH
-from ddp_from_scratch.common import gpu
+NO_COMMUNICATION = "no communication"
+TORCH = "torch DDP"
 
 Interval = tuple[float, float, float]  # an estimate, and the ends of its 95 % interval
 
@@ -199,6 +198,11 @@ def _compared(run: Run, best: Samples, torch_ddp: Samples) -> str:
 
 def describe() -> dict[str, Any]:
     """Returns the processor, cores, memory, GPU, versions, and the measured commit."""
+    # Imported only here: what reads results, as `benchmarks.compare` does, starts without torch.
+    import torch
+
+    from ddp_from_scratch.common import gpu
+
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*\S)", info.read_text() if info.exists() else "")
     # Not an import of mpi4py, which would start MPI.

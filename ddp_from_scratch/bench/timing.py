@@ -20,14 +20,13 @@ from torch.nn.utils import get_total_norm
 
 from ddp_from_scratch import node  # noqa: F401  # node registers its backend
 from ddp_from_scratch.bench.contenders import (
-    NO_COMMUNICATION,
     OPTIMIZERS,
     Contender,
     ContenderSpec,
     contenders,
     rows,
 )
-from ddp_from_scratch.bench.results import Samples, content_of, disturbance
+from ddp_from_scratch.bench.results import NO_COMMUNICATION, Samples, content_of, disturbance
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import needs_extra
