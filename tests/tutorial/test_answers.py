@@ -41,6 +41,12 @@ def parameters_of_chapter_20():
     return list(of(20, "language_model").Model().parameters())
 
 
+def step_of_chapter_13(ranks):
+    """With the defaults of scaling.py: on the wire, in turn and with overlap, in ms."""
+    rows = of(13, "scaling").steps(100.0, 120.0, 20.0, 25.0, ranks, 4)
+    return {n: times for n, *times in rows}[ranks]
+
+
 MB = gradients_of_chapter_1()
 SHARE, COSTS = share_of_rank_0()
 
@@ -54,6 +60,8 @@ SHARE, COSTS = share_of_rank_0()
         (7, f"the message of {on_the_wire(1):.1f} ms"),
         (12, f"2 P + 2 P = {4 * 33.6:.0f} MB. One copy: P + 2 P = {3 * 33.6:.0f} MB"),
         (13, f"{526_300 * 8 / 1e5:.0f} ms and {0.02 * 526_300 * 8 / 1e5:.1f} ms"),
+        (13, "in turn {1:.1f} ms, with overlap {2:.1f} ms".format(*step_of_chapter_13(2))),
+        (13, f"take {4 * 1022 * 0.02:.1f} ms, and the bytes {1.022e5 / 512 * 8 / 25:.1f} ms"),
         (15, f"{MB:.1f} + {MB:.1f} + 2 * {MB:.1f} = {4 * MB:.1f} MB"),
         (15, f"{MB:.1f} + {MB:.1f} + {MB:.1f} = {3 * MB:.1f} MB"),
         (16, f"first matrix alone has {100 * COSTS[0] / sum(COSTS):.0f} % of the cost"),

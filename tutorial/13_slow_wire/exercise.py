@@ -1,4 +1,4 @@
-"""Exercises of chapter 13: error feedback. It keeps what was not sent, and sends it later.
+"""Exercises of chapter 13: error feedback, which sends later what was not sent; a wire to buy.
 
 python -m pytest tutorial/13_slow_wire
 python -m tutorial.13_slow_wire.slow_wire --keep exercise
@@ -20,3 +20,12 @@ def keep_error(average):
     tensor that it gets.
     """
     raise NotImplementedError("keep_error: define a function inside, and return it")
+
+
+def bandwidth_that_hides(size, backward, latency, ranks, count):
+    """Returns the least bandwidth at which overlap exposes only the last of `count` buckets.
+
+    `size` is that of all gradients, `count` 2 or more. In seconds and bytes. Returns `math.inf` if the
+    messages alone take as long as backward, or longer.
+    """
+    raise NotImplementedError("bandwidth_that_hides: all of the wire's time is that of backward")

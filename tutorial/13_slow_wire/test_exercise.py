@@ -1,10 +1,12 @@
 from importlib import import_module
+from math import inf
 
 import pytest
 import torch
 import torch.distributed as dist
 
 program = import_module("tutorial.13_slow_wire.slow_wire")
+scaling = import_module("tutorial.13_slow_wire.scaling")
 
 
 def test_bytes_of_low_rank(exercise):
@@ -42,3 +44,15 @@ def test_keep_error(on_ranks, way, shape, nproc, size):
     lost = sum(given) - sent[0] - sum(kept)
     said = "something is neither sent nor kept, or kept twice; `average` may change what it gets"
     assert lost.abs().max() < 1e-4, said
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 4), (256, 16)])
+def test_bandwidth_that_hides(exercise, ranks, count):
+    size, backward, latency = 1e8, 0.12, 1e-6
+    found = exercise.bandwidth_that_hides(size, backward, latency, ranks, count)
+    assert 0 < found < inf, "the messages take less time than backward"
+    bucket = scaling.all_reduce(size / count, ranks, latency, found)
+    said = "seconds on the wire, and of backward: both are to be equal"
+    assert count * bucket == pytest.approx(backward), said
+    found = exercise.bandwidth_that_hides(size, backward, 0.12, ranks, count)
+    assert found == inf, "no bandwidth helps against messages that take longer than backward"
