@@ -23,6 +23,14 @@ def test_the_closed_forms_are_those_of_the_events(bucket, count):
         assert way(12.0, bucket, count) == pytest.approx(by_events(12.0, bucket, count, overlap))
 
 
+def test_the_more_ranks_the_fewer_buckets_are_best():
+    counts = 1, 2, 4, 8, 16, 32
+    of = {c: dict(r[::3] for r in scaling.steps(100.0, 120.0, 20.0, 25.0, 512, c)) for c in counts}
+    best = [min(counts, key=lambda count: of[count][n]) for n in of[1] if n > 1]
+    assert best == sorted(best, reverse=True)
+    assert (best[0], best[-1]) == (32, 2)
+
+
 def test_rows_are_a_rings():
     rows = list(scaling.steps(mb=8.0, backward=10.0, latency=50.0, gbit=8.0, ranks=6, buckets=2))
     assert [row[0] for row in rows] == [1, 2, 4, 6]

@@ -25,7 +25,7 @@ def keep_error(average):
 def bandwidth_that_hides(size, backward, latency, ranks, count):
     """Returns the least bandwidth at which overlap exposes only the last of `count` buckets.
 
-    `size` is that of all gradients, `count` 2 or more. In seconds and bytes. Returns `math.inf` if the
-    messages alone take as long as backward, or longer.
+    `size` is that of all gradients, and `count` 2 or more. All is in seconds and bytes. Returns
+    `math.inf` if the messages alone take as long as backward, or longer.
     """
     raise NotImplementedError("bandwidth_that_hides: all of the wire's time is that of backward")
