@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# Contenders' names; those of torch's class begin with TORCH.
 NO_COMMUNICATION = "no communication"
 TORCH = "torch DDP"
 
