@@ -39,7 +39,7 @@ from ddp_from_scratch.bench.contenders import (
     CONTENDERS,
     NO_COMMUNICATION,
     OPTIMIZERS,
-    REFERENCES,
+    TORCH,
     contenders,
 )
 from ddp_from_scratch.bench.results import kind as kind_of
@@ -49,6 +49,10 @@ from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
+# Ratios are to the best of these that this torch has.
+REFERENCES = tuple(
+    f"{TORCH}, {what}" for what in ("default", "views", "batched copies", "tapering buckets")
+)
 QUICK = (NO_COMMUNICATION, REFERENCES[1], "Reducer, views")
 # The first steps rebuild the buckets, so they count only for the peak.
 STEPS, STEADY = 6, 3

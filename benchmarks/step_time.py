@@ -10,7 +10,6 @@ contenders that a reader chooses from, as multiples of torch's DDP. The tables h
 import json
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.harness.report import RESULTS, Bar, draw_bars
@@ -27,10 +26,9 @@ DRAWN = ("Reducer, views", "", ", shard=world", ", shard=node", ", shard=node, f
 _DRAWN_NAME = re.compile(r"(?:ddp\.\w+)?(.*?) on (?:gloo|nccl)(.*)")
 
 
-def draw(job: Job, runs: Mapping[str, Run], folder: Path) -> None:
-    """Draws the first way of running."""
+def draw(job: Job, run: Run, folder: Path) -> None:
     title = f"{workload(job.model).name}; {job.nproc} ranks"
-    draw_run(job.file_name, title, next(iter(runs.values())), folder)
+    draw_run(job.file_name, title, run, folder)
 
 
 def draw_file(path: Path) -> None:

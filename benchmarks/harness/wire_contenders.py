@@ -59,7 +59,7 @@ def make_contenders(
         ways[f"{SGD}{suffix}"] = flat(at_once=True, **size, **_VIEWS)
         for how, overlap in (("", False), (", overlap_forward", True)):
             ways[f"{SGD}, shard=world{how}{suffix}"] = flat(
-                "world", at_once=True, overlap=overlap, **size, **_VIEWS
+                "world", at_once=True, overlap_forward=overlap, **size, **_VIEWS
             )
         ways[f"{BF16}{suffix}"] = _hooked(None, ddp.comm_hooks.bf16_compress_hook, **size)
     ways[POWER_SGD] = _hooked(powers, ddp.power_sgd.power_sgd_hook)

@@ -45,7 +45,7 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -58,7 +58,7 @@ from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-Draw = Callable[[Job, Mapping[str, Run], Path], None]
+Draw = Callable[[Job, Run, Path], None]
 
 
 def main(
@@ -67,7 +67,7 @@ def main(
     results: Path | None = None,
     draw: Draw | None = None,
 ) -> int:
-    """Runs the program, named `program` in --help. `draw` draws a job's runs, by their way."""
+    """Runs the program, named `program` in --help. `draw` draws a job, run in its first way."""
     options = parse(arguments, program, results)
     if options.job is not None:
         content = measure(Job(**json.loads(options.job)))
@@ -79,12 +79,11 @@ def main(
     for name in options.model:
         workload(name)  # reports a mistake before the first job runs
     for nproc, name in product(options.nproc, options.model):
-        job, runs = _job(options, name, nproc), {}
-        for way in options.way:
-            own = replace(job, way=way)
-            runs[way] = report(own, WAYS[way][0](own), options.results)
+        job = _job(options, name, nproc)
+        ways = [replace(job, way=way) for way in options.way]
+        runs = [report(own, WAYS[own.way][0](own), options.results) for own in ways]
         if draw is not None:
-            draw(job, runs, options.results)
+            draw(job, runs[0], options.results)
     return 0
 
 
@@ -145,18 +144,13 @@ def report(job: Job, content: Content, results: Path | None) -> Run:
     """Prints the results of a job, and writes them to the folder `results` if there is one."""
     samples = [Samples(**sample) for sample in content["samples"]]
     run = Run(samples, job.way != "alone", content.get("disturbed"))
-    print(f"\n{content['title']}; {described(job.way, run)}\n{table(run)}")
+    counts = sorted({len(s.milliseconds) for s in samples})
+    steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
+    print(f"\n{content['title']}; {WAYS[job.way][1]}, {steps} each\n{table(run)}")
     print(verdict(run), flush=True)
     if results is not None:
         save(job.file_name, content, results)
     return run
-
-
-def described(way: str, run: Run) -> str:
-    """Describes the way of running and the number of steps."""
-    counts = sorted({len(s.milliseconds) for s in run.samples})
-    steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
-    return f"{WAYS[way][1]}, {steps} each"
 
 
 def _under_launcher(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Contenders: implementations of data-parallel training, listed in `CONTENDERS`."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ddp_from_scratch.bench.results import NO_COMMUNICATION, TORCH
 from ddp_from_scratch.bench.workloads import Workload
+from ddp_from_scratch.launch.environment import BACKENDS
 from ddp_from_scratch.optim.flat_optimizer import SGD, AdamW, FlatOptimizer
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
@@ -122,28 +124,22 @@ def reducer(timeline: bool = False, made: list[Reducer] | None = None, **setting
 
 
 def flat(
-    shard: str = "none", at_once: bool = False, overlap: bool = False, **settings: Any
+    shard: str = "none", at_once: bool = False, overlap_forward: bool = False, **settings: Any
 ) -> Prepare:
     """Uses a `Reducer` and this library's optimizer, with `backward_and_step` if `at_once`."""
 
     def prepare(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
         broadcast_parameters(model, process_group=group)
-        averaging = Reducer(model, group, **settings)
-        options: dict[str, Any] = {"reducer": averaging, "shard": shard, **optimizers.settings}
-        options |= {"overlap_forward": True} if overlap else {}
+        options: dict[str, Any] = {"shard": shard, "overlap_forward": overlap_forward}
+        options |= {"reducer": Reducer(model, group, **settings), **optimizers.settings}
         stepper = optimizers.flat(model.parameters(), **options)
         if at_once:
-            return Training(model, stepper.zero_grad, stepper.backward_and_step, overlap)
+            return Training(model, stepper.zero_grad, stepper.backward_and_step, overlap_forward)
         return _two_calls(model, stepper)
 
     return prepare
 
 
-# Ratios are to the fastest of these that this torch has.
-REFERENCES = tuple(
-    f"{TORCH}, {what}" for what in ("default", "views", "batched copies", "tapering buckets")
-)
-BACKENDS = ("gloo", "mpi", "nccl")
 SHARING = ("gloo", "mpi")  # backends on which a machine's ranks share memory
 
 
@@ -170,7 +166,6 @@ class Contender:
 
 
 _VIEWS: dict[str, Any] = {"gradient_as_bucket_view": True}
-_FLAT_BUCKET: dict[str, Any] = {"bucket_cap_mb": float("inf"), "overlap": False}
 _TORCHS = ("gloo", "nccl")
 
 CONTENDERS = [
@@ -194,7 +189,7 @@ CONTENDERS = [
     ContenderSpec("Reducer, views, timeline", reducer(timeline=True, **_VIEWS), rung=True),
     # These use this library's optimizer; a faster one may bring them below no communication.
     ContenderSpec("ddp.SGD", flat()),
-    ContenderSpec("ddp.SGD, one flat bucket", flat(**_FLAT_BUCKET)),
+    ContenderSpec("ddp.SGD, one flat bucket", flat(bucket_cap_mb=math.inf, overlap=False)),
     ContenderSpec("ddp.SGD, fuse_wgrad", flat(fuse_wgrad=True), SHARING),
     ContenderSpec("ddp.SGD, shard=world", flat("world", at_once=True)),
     ContenderSpec("ddp.SGD, shard=node", flat("node", at_once=True), SHARING),

@@ -26,7 +26,7 @@ from ddp_from_scratch.bench.contenders import (
     contenders,
     rows,
 )
-from ddp_from_scratch.bench.results import NO_COMMUNICATION, Samples, content_of, disturbance
+from ddp_from_scratch.bench.results import NO_COMMUNICATION, Run, Samples, content_of, disturbance
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import needs_extra
@@ -115,9 +115,8 @@ def measure(job: Job) -> dict[str, Any] | None:
             way=job.way,
         )
         if world.device.type == "cpu" and world.world_size == world.local_world_size:
-            alone = next((s for s in samples if s.name == NO_COMMUNICATION), None)
             cores = len(os.sched_getaffinity(0))
-            content["disturbed"] = disturbance(alone, world.world_size, cores)
+            content["disturbed"] = disturbance(Run(samples).alone, world.world_size, cores)
         return content
 
 

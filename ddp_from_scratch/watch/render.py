@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -253,12 +253,8 @@ def _named_spans(
     record: Record, step: StepTimes, rank: RankTimes
 ) -> Iterator[tuple[str, int, Span, dict[str, Any]]]:
     # Each with its row of the trace and its arguments.
-    for span in rank.forward:
-        yield "forward", 0, span, {}
-    for span in rank.backward:
-        yield "backward", 0, span, {}
-    if rank.optimizer is not None:
-        yield "optimizer", 0, rank.optimizer, {}
+    for symbol, span in computed(replace(rank, buckets=())):
+        yield _KINDS[symbol][0], 0, span, {}
     for name, at in rank.arrived:
         yield f"gradient of {name}", 0, (at, at), {}
     for bucket in rank.buckets:
