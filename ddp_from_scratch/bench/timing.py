@@ -278,10 +278,10 @@ def check_equal(compared: Sequence[Contender], tolerance: float = 0.01) -> None:
     kernels of a GPU round differently in each run, and training amplifies that.
     """
     check_ranks(compared)
-    first, *others = (c for c in compared if c.name != NO_COMMUNICATION)
-    for other in others:
-        models = (other.model.parameters(), first.model.parameters())
-        check_distance((other.name, first.name), *models, other.start, tolerance)
+    trained = [c for c in compared if c.name != NO_COMMUNICATION]  # none if that one runs alone
+    for other in trained[1:]:
+        models = (other.model.parameters(), trained[0].model.parameters())
+        check_distance((other.name, trained[0].name), *models, other.start, tolerance)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ def train_all(world, optimizer):
     timing.check_equal(compared)
     samples = timing.interleave(compared, rounds, world.device)
     timing.check_equal(compared)
+    timing.check_equal(compared[:1])  # no communication, which `--way alone` runs by itself
     assert [s.name for s in samples] == [s.name for s in specs]
     assert {len(s.milliseconds) for s in samples} == {2}
     for group in groups.values():
