@@ -372,11 +372,10 @@ class Reducer(CoreReducer):
         return self._with_virtual_ranks().run_all(function)
 
     def set_step(self, step: int, seed: int | None = None, keep: bool = False) -> int:
-        """Makes `step`, counted from 0, the next step. Every rank must call it, between steps.
+        """Makes `step`, counted from 0, the next step, perhaps of other ranks. All must call it.
 
-        The set of ranks may have changed. `seed` seeds the generators, the same on all ranks; None
-        keeps the last one, at first 0. With `keep`, after all have aborted this step, it is
-        collective and returns how many virtual ranks need not run again.
+        `seed`, the same on all ranks, seeds the generators; None keeps the last, at first 0. With
+        `keep` it is collective: it returns how many virtual ranks of an aborted step are kept.
         """
         kept = self._with_virtual_ranks().set_step(step, seed, keep)
         self.iteration, self.pass_number = step, IDLE

@@ -139,7 +139,7 @@ class TreeReduction:
 
     def __init__(self, virtual_ranks: int, windows: bool) -> None:
         self._virtual_ranks, self._windows = virtual_ranks, windows
-        self.sums = PartialSums()
+        self.sums: PartialSums = PartialSums()
         # By rank, the virtual ranks that it sums in a step; None for equal contiguous parts.
         self.parts: list[tuple[int, ...]] | None = None
 
