@@ -253,11 +253,12 @@ class FlatParams:
 
 
 def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
-    """True if moving a parameter changes neither its strides nor the bits of a step."""
+    """True if moving a parameter changes neither dtype, nor strides, nor the bits of a step."""
     # For 16 bits on a CPU, torch rounds once more in the last elements, which do not fill a vector.
     # In a flat tensor other elements are the last.
     sixteen_bit_on_cpu = parameter.element_size() == 2 and parameter.device.type == "cpu"
-    return parameter.stride() == view.stride() and not sixteen_bit_on_cpu
+    alike = parameter.dtype == view.dtype and parameter.stride() == view.stride()
+    return alike and not sixteen_bit_on_cpu
 
 
 def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:

@@ -15,7 +15,9 @@ from weakref import ref
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import stage
@@ -159,6 +161,14 @@ def test_refuses_parameters_that_were_replaced_or_cannot_move(world, shard):
     with pytest.raises(RuntimeError, match=r"shape \(3, 3, 2, 2\) cannot be moved any longer"):
         step(torch.ones(1, 3, 2, 2))
     assert model.weight.equal(before)
+    for each in (shard, "none"):
+        model, _, optimizer, _ = linear(shard=each)
+        model(X).sum().backward()
+        expected = (model.double().weight - 0.1 * model.weight.grad).detach()
+        refused = pytest.raises(RuntimeError, match=r"shape \(3, 3\) cannot be moved any longer")
+        with nullcontext() if each == "none" else refused:
+            optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), expected)
     with pytest.raises(ValueError, match=r"of float32 or float64 on a CPU.*bfloat16"):
         linear(model=nn.Linear(3, 3).bfloat16(), shard=shard)
 
@@ -321,9 +331,49 @@ class Relaid(Extension):
             self._of().lay_out([2000])
 
 
+def scaled(model, reducer, optimizer):
+    """A loss scaler; in the third step one rank alone has an inf, and no rank steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    dense = [p for p in model.parameters() if p is not model.table.weight]
+
+    def step_with(step, loss):
+        before = model.first.weight.detach().clone()
+        overflows = step == 2 and reducer.rank == 1
+        scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(dense, 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        assert model.first.weight.equal(before) == (step == 2)
+        return scaler.get_scale()
+
+    return step_with
+
+
+def changing(model, reducer, optimizer):
+    """Accumulation, a schedule, a group that is added, a frozen weight, and state that is read."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+
+    def step_with(step, loss):
+        with reducer.no_sync():
+            loss.backward(retain_graph=True)
+        optimizer.backward_and_step(loss)
+        scheduler.step()
+        assert all(value.to_dense().isfinite().all() for value in chain(*map(dict.values, states)))
+        if step == 1:
+            group = {"params": [optimizer.param_groups[1]["params"].pop(1)], "lr": 0.05}
+            optimizer.add_param_group(group)
+        model.second.weight.requires_grad_(step != 1)
+        optimizer.zero_grad(set_to_none=step == 1)
+
+    states = optimizer.state.values()
+    return step_with
+
+
 def trained(world, kind, shard, settings, steps=4, **how):
     """Parameters, state and norms after some steps; `how` chooses the calls and the Reducer."""
     clip, at_once, again = how.pop("clip", None), how.pop("at_once", True), how.pop("again", False)
+    program = how.pop("program", None)
     model = Odd()
     if how.pop("relaid", False):
         del model.unused  # buckets are rebuilt in the first step, as all parameters are used
@@ -340,13 +390,17 @@ def trained(world, kind, shard, settings, steps=4, **how):
     ]
     optimizer = getattr(ddp, kind)(groups, lr=0.01, reducer=reducer, shard=shard, **settings)
     norms = []
+    step_with = program and program(model, reducer, optimizer)
     for step in range(steps):
         torch.manual_seed(100 * step + world.rank)
-        optimizer.zero_grad()
+        if program is not changing:
+            optimizer.zero_grad()
         loss = model(torch.randn(4, 3, 8, 8)).square().mean() * 9
-        if at_once:
-            # The last rank reads the others' gradients late, when they have left the average.
-            late = step < 2 and world.rank == step - 1
+        # One rank reads the others' gradients late, when they have left the average.
+        late = step == 1 and world.rank == 0
+        if program:
+            norms.append(step_with(step, loss))
+        elif at_once:
             with patch.object(Reduction, "fold", folds_late) if late else nullcontext():
                 norms.append(optimizer.backward_and_step(loss, max_norm=clip))
         else:
@@ -375,6 +429,7 @@ def check_equal(one, other):
 def divided(world, kind, settings):
     undivided = partial(trained, world, kind, "none", settings)
     plain, clipped, relaid = undivided(), undivided(clip=0.3), undivided(relaid=True)
+    programs = {program: undivided(program=program) for program in (scaled, changing)}
     assert clipped[2][0] > 0.3  # or it would test nothing
     for shard in ("node", "world"):
         case = partial(trained, world, kind, shard, settings)
@@ -384,6 +439,8 @@ def divided(world, kind, settings):
             check_equal((*case(at_once=False)[:2], plain[2]), plain)
             check_equal(case(again=True), plain)
             check_equal(case(relaid=True), relaid)
+            for program, expected in programs.items():
+                check_equal(case(program=program), expected)
 
 
 @pytest.mark.parametrize(("kind", "settings"), KINDS, ids=[kind for kind, _ in KINDS])
@@ -479,6 +536,44 @@ def on_virtual_ranks(world):
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-2")], indirect=True)
 def test_divided_steps_have_the_same_bits_on_any_number_of_ranks(crew, alone):
     assert set(crew(on_virtual_ranks)) == {on_virtual_ranks(None)}
+
+
+def checkpointed(world, folder, shard, saves):
+    """Saves after two steps, or begins there; parameters after three more steps."""
+    model = Odd()
+    del model.unused, model.table
+    model.table = nn.Embedding(9, 7)
+    for parameter in model.parameters() if not saves else ():
+        nn.init.zeros_(parameter)
+    ddp.broadcast_parameters(model)
+    # A sum with zeros has the same bits on any number of ranks.
+    reducer = ddp.Reducer(model, bucket_cap_mb=0.002, reduce="sum")
+    settings = {"fused": True} if shard == "torch" else {"reducer": reducer, "shard": shard}
+    library = torch.optim if shard == "torch" else ddp
+    optimizer = library.AdamW(model.parameters(), lr=0.01, **settings)
+
+    def train(steps):
+        for step in steps:
+            torch.manual_seed(step)
+            loss = model(torch.randn(4, 3, 8, 8)).square().mean() * (world.rank == 0)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(range(2 * saves))
+    weights, moments = get_state_dict(model, optimizer)
+    (dcp.save if saves else dcp.load)({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    if not saves:
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    train(range(2, 5))
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
+
+
+@pytest.mark.parametrize("shard", ["none", "node", "world"])
+def test_distributed_checkpoints_go_to_any_number_of_ranks_and_to_torch(ranks, shard, tmp_path):
+    saved = set(ranks("gloo", 2)(checkpointed, tmp_path, shard, True))
+    for size, other in ((1, "none"), (2, shard), (2, "torch"), (3, "world")):
+        assert set(ranks("gloo", size)(checkpointed, tmp_path, other, False)) == saved, other
 
 
 class Reading(nn.Module):

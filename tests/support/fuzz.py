@@ -30,6 +30,7 @@ from tests.support.fuzz_case import (
     HOOKS,
     Again,
     Backward,
+    BackwardAndStep,
     Case,
     Evaluate,
     Forward,
@@ -68,10 +69,12 @@ def check(crew: Crew, case: Case) -> Counter[str]:
         # A simulated GPU has the bits of a CPU, except in `ddp.SGD`, its fused kernel.
         rounds = crew.backend == "nccl" or (crew.backend in SIMULATED and case.flat)
         exact = len(ours) == 2 and not case.batch_norm and not rounds
-        seen["raised"] = _compare(oracle, ours, 0.0 if exact else oracle.tolerance)
+        # A norm is summed in another order, which only shows in float64.
+        rounding = 1e-12 * oracle.case.clips
+        seen["raised"] = _compare(oracle, ours, rounding if exact else oracle.tolerance)
         if oracle.as_torch:
             seen["beside torch"] = 1
-            _compare_with_torch(oracle, ours, [theirs for _, theirs in results])
+            _compare_with_torch(oracle, ours, [theirs for _, theirs in results], rounding)
     except AssertionError as error:
         raise AssertionError(f"{error}\nin the program\n{oracle.case}") from None
     return seen
@@ -113,8 +116,10 @@ def _compare_states(number: int, expected: list[Any], found: list[Any], toleranc
             assert not same or _near(value, first, 0), f"{where}and on rank 0\n{first}"
 
 
-def _compare_with_torch(oracle: Oracle, ours: list[Played], torchs: list[Played]) -> None:
-    tolerance = 0.0 if len(ours) == 2 else oracle.tolerance
+def _compare_with_torch(
+    oracle: Oracle, ours: list[Played], torchs: list[Played], rounding: float
+) -> None:
+    tolerance = rounding if len(ours) == 2 else oracle.tolerance
     for rank, (mine, theirs) in enumerate(zip(ours, torchs, strict=True)):
         assert theirs.error is None, f"torch's class raises on rank {rank}: {theirs.error}"
         for number, states in enumerate(zip(mine.states, theirs.states, strict=True)):
@@ -185,6 +190,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         and len(parameters) > 1
         and (kind == "unused" or (kind == "static" and regular))
         and not any(isinstance(op, Freeze | Join) for op in operations)
+        # With a loss in parts, ranks may disagree on which Reducers a pass goes through.
+        and not any(isinstance(op, Backward) and op.outputs != "all" for op in operations)
     )
     hook = None if below else one_of(None, None, *HOOKS)
     reduce = "mean" if hook or once_in(2) else "sum"
@@ -235,7 +242,7 @@ def steps_with_averages(operations: tuple[Any, ...]) -> bool:
     for op in operations:
         if isinstance(op, Join | Move | Freeze) or (local and isinstance(op, Step)):
             return False
-        if isinstance(op, Backward | Zero):
+        if isinstance(op, Backward | BackwardAndStep | Zero):
             local = isinstance(op, Backward) and op.no_sync
     return True
 
@@ -253,6 +260,8 @@ def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
     forward, some = st.builds(Forward, use), per_rank.filter(any)
     weigh = st.builds(Weigh, some)
     end = st.booleans().map(lambda to_none: [Step(), Zero(to_none)])
+    norms = st.sampled_from([None, 0.1, 1.0, 100.0])
+    at_once = after_each_other(st.builds(BackwardAndStep, norms), st.just(Zero()))
     locally = after_each_other(st.builds(Forward, use, st.just(True)), Backward(no_sync=True))
     accumulated = st.lists(locally, max_size=2).map(lambda pairs: list(chain(*pairs)))
     several = [
@@ -269,6 +278,8 @@ def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
     blocks = [
         after_each_other(accumulated, forward, Backward(), end),
         after_each_other(forward, Backward(), end),
+        after_each_other(forward, at_once),
+        after_each_other(accumulated, weigh, forward, st.builds(BackwardAndStep, norms)),
         after_each_other(forward, forward, st.sampled_from(several), end),
         after_each_other(forward, st.sampled_from(again), end),
         after_each_other(weigh, forward, Backward(), end),

@@ -63,6 +63,8 @@ class Step:
 class BackwardAndStep:
     """`backward_and_step` from the last graph. Without a flat optimizer it is one after another."""
 
+    max_norm: float | None = None
+
 
 @dataclass(frozen=True)
 class Freeze:
@@ -173,6 +175,10 @@ class Case:
     @property
     def coarse(self) -> bool:
         return self.autocast or any(p.dtype.endswith("float16") for p in self.parameters)
+
+    @property
+    def clips(self) -> bool:
+        return any(getattr(op, "max_norm", None) is not None for op in self.operations)
 
     @property
     def sends_buffers(self) -> bool:
@@ -419,6 +425,11 @@ class Player:
             case Step():
                 self.optimizer.step()
                 self.graphs = []
+            case BackwardAndStep():
+                self.play(number, Backward())
+                if op.max_norm is not None:
+                    self.clip(op.max_norm)
+                self.play(number, Step())
             case Freeze(rank=None) | Freeze(rank=self.rank):
                 self.parameters[op.parameter].requires_grad_(not op.frozen)
             case Move(rank=None) | Move(rank=self.rank):
@@ -432,6 +443,12 @@ class Player:
                 everything = self.case.everything
                 torch.func.grad(lambda x: loss_of(self.called(x, everything)))(self.input(number))
                 self.called.train()
+
+    def clip(self, max_norm: float) -> None:
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = sum(values.to_dense().double().square().sum() for values in gradients).sqrt()
+        for gradient in gradients:
+            gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def move(self, how: str) -> None:
         if how == "both":
@@ -549,11 +566,8 @@ class Ours(Player):
                 for reducer in self.reducers:
                     reducer.weight(op.amounts[self.rank])
             case BackwardAndStep() if self.case.flat and self.case.optimizer != "Muon":
-                self.optimizer.backward_and_step(loss_of(self.graphs[-1]))
+                self.optimizer.backward_and_step(loss_of(self.graphs[-1]), max_norm=op.max_norm)
                 self.graphs = []
-            case BackwardAndStep():
-                super().play(number, Backward())
-                super().play(number, Step())
             case KeepViews():
                 for reducer in self.reducers:
                     reducer.keep_bucket_views()

@@ -40,6 +40,7 @@ UNEQUAL = "the weights of ranks differ, and the module has synchronised batch no
 LATE = "a forward pass on rank {rank} has written to written"
 DRIFTED = "average 1: parameter %s is not the same on all ranks"
 SECOND = "got a second gradient on rank {rank} "
+LOCAL = "gradients that stay local cannot go through a comm hook"
 NOT_STATIC = "static_graph=True, but .* on rank {rank} "
 
 
@@ -133,10 +134,17 @@ class Oracle:
             case Backward():
                 return self._backward(number, op)
             case BackwardAndStep():
+                divides = case.shard == "world" or (case.shard == "node" and op.max_norm is None)
+                if divides and case.hook and self._players[0].graphs:
+                    return self._everyone(LOCAL)
                 expected = self._backward(number, Backward())
                 if expected is None or expected.must:
                     return expected
-                expected = self._play(number, Step())
+                if not any(self._counted) and op.max_norm is not None:
+                    for player in self._players:
+                        player.clip(op.max_norm)
+                stepped = self._play(number, Step())
+                expected = stepped and replace(stepped, may=expected.may)
                 tables = [i for i, p in enumerate(case.parameters) if p.kind == "table"]
                 for player in self._players if case.shard != "none" else []:
                     for index, p in enumerate(player.parameters):
@@ -397,6 +405,10 @@ def is_torch_right(case: Case, expected: list[Expected]) -> bool:
             case Backward():
                 every = op.outputs == "all" or len(case.branches) == 1
                 if op.keep or not every or alive.no_sync != op.no_sync:
+                    return False
+                alive = None
+            case BackwardAndStep():
+                if alive is None or alive.no_sync or case.shard != "none":
                     return False
                 alive = None
             case Step():
