@@ -562,7 +562,8 @@ def checkpointed(world, folder, shard, saves):
 
     train(range(2 * saves))
     weights, moments = get_state_dict(model, optimizer)
-    (dcp.save if saves else dcp.load)({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    checkpoint = {"model": weights, "optimizer": moments}
+    (dcp.save if saves else dcp.load)(checkpoint, checkpoint_id=folder)
     if not saves:
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     train(range(2, 5))

@@ -122,6 +122,19 @@ class SimNCCL(dist.ProcessGroup):
             "all_gather", lambda: self._gloo.allgather([parts], mine), [input], [output]
         )
 
+    def reduce_scatter(self, outputs: list[Any], inputs: list[Any], opts: Any = None) -> SimWork:
+        parts, options = [tensor.on_host for tensor in inputs[0]], dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+
+        def run() -> Any:
+            work = self._gloo.allreduce([total := torch.cat(parts)], options)
+            work.wait()
+            own = total.split([part.numel() for part in parts])[self.rank()]
+            outputs[0].on_host.copy_(own)
+            return work
+
+        return self._run("reduce_scatter", run, inputs[0], outputs)
+
     def alltoall_base(
         self, output: Any, input: Any, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> SimWork:
