@@ -257,8 +257,8 @@ def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     # For 16 bits on a CPU, torch rounds once more in the last elements, which do not fill a vector.
     # In a flat tensor other elements are the last.
     sixteen_bit_on_cpu = parameter.element_size() == 2 and parameter.device.type == "cpu"
-    alike = parameter.dtype == view.dtype and parameter.stride() == view.stride()
-    return alike and not sixteen_bit_on_cpu
+    unchanged = parameter.dtype == view.dtype and parameter.stride() == view.stride()
+    return unchanged and not sixteen_bit_on_cpu
 
 
 def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
