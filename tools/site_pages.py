@@ -150,9 +150,11 @@ def _landing(readme: str) -> str:
     program, commands, *_ = _FENCE.findall(readme)
     table = re.search(r"^\|.*?(?=\n\n)", readme, re.DOTALL | re.MULTILINE)
     picture = re.search(r"^!\[.*\)$", readme, re.MULTILINE)
+    status = re.search(r"(?<=^- )\*\*Status.\*\*.*?(?=\n\n)", readme, re.DOTALL | re.MULTILINE)
     assert table is not None
+    assert status is not None
     assert picture is not None
-    about = "A step's time as a multiple of torch's DDP at its fastest, 2 ranks on 2 cores"
+    about = "On CPUs, 2 ranks on 2 cores, gloo: a step's time divided by torch DDP's at its fastest"
     return f"""---
 hide-toc: true
 ---
@@ -167,11 +169,13 @@ hide-toc: true
 
 {commands}
 
+{status[0]}
+
+</div></div>
+
 {about} ([more](README.md#how-fast)):
 
 {table[0]}
-
-</div></div>
 
 {picture[0]}
 
