@@ -120,7 +120,7 @@ class VirtualRanks(Extension):
             held = set()
             self._forget()
         rank, ranks = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
-        found = torch.zeros(self.count, dtype=torch.int64)
+        found = torch.zeros(self.count, dtype=torch.int64, device=self._of().device)
         found[list(held)] = 1 + rank
         wait(dist.all_reduce(found, group=self._process_group, async_op=True))
         holders = [holder - 1 if holder else None for holder in found.tolist()]
