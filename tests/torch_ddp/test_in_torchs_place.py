@@ -1,6 +1,9 @@
-"""What asks `isinstance(x, torch.nn.parallel.DistributedDataParallel)`, and then takes x for it."""
+"""What asks `isinstance(x, torch.nn.parallel.DistributedDataParallel)`, and then takes x for it.
 
-import tempfile
+On the mpi backend, which these programs of torch's use for all that they send.
+"""
+
+import copy
 
 import pytest
 import torch
@@ -51,22 +54,36 @@ def whole(model, optimizer):
 
 
 @pytest.mark.parametrize(("source", "target"), [("ours", "torch"), ("fully_shard", "ours")])
-@on("gloo-2")
-def test_distributed_checkpoints_go_both_ways(world, source, target):
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder, 0)
+@on("mpi-2")
+def test_distributed_checkpoints_go_both_ways(world, tmp_path, source, target):
     model, optimizer = trained(WRAPPERS[source], 1)
     saved = whole(model, optimizer)
+    torch.testing.assert_close(saved, whole(*trained(lambda net: net, 1)))  # as one process
     weights, moments = get_state_dict(model, optimizer)
     assert not any(key.startswith("module.") for key in weights)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
+    dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path).result()
     model, optimizer = trained(WRAPPERS[target], 2)
     weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder[0])
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=tmp_path)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     torch.testing.assert_close(whole(model, optimizer), saved, rtol=0, atol=0)
     if target == "ours":
         assert get_model_state_dict(model).keys() == model.module.state_dict().keys()
+
+
+@on("mpi-2")
+def test_a_pipeline_of_two_ranks(world):
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    torch.manual_seed(0)
+    layers, inputs = [nn.Linear(4, 8), nn.Linear(8, 2)], torch.randn(8, 4)
+    own, alone = layers[world.rank], copy.deepcopy(nn.Sequential(*layers))
+    stage = PipelineStage(own, world.rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, t: (y - t).square().sum())
+    schedule.step(inputs) if world.rank == 0 else schedule.step(target=torch.ones(8, 2))
+    (alone(inputs) - 1).square().sum().div(4).backward()
+    for ours, expected in zip(own.parameters(), alone[world.rank].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
 
 
 def pipelined(world, class_, unused):
@@ -139,6 +156,6 @@ def in_a_mesh(world, class_):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@on("gloo-2")
+@on("mpi-2")
 def test_a_mesh_of_two_dimensions(world):
     assert torch.equal(in_a_mesh(world, Ours), in_a_mesh(world, Theirs))
