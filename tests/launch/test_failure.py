@@ -16,11 +16,32 @@ from ddp_from_scratch.launch import rank_process
 from tests.support.failing_run import LAUNCHERS, RUN_PY, Run
 from tests.support.tiers import slow
 
-DRIVER = str(Path(__file__).parents[1] / "support" / "failing_run.py")
 LONG = [RUN_PY, "--epochs", "100000"]
 END_S = 10.0  # issue 2: from the failure to the end of everything, on every launcher
 
 pytestmark = pytest.mark.timeout(180)
+
+# As run.py, but the last rank fails in the third step, with the first buckets in flight.
+FAILS = """
+import os, signal, sys
+from ddp_from_scratch.launch.rank_process import run_to_exit
+from ddp_from_scratch.training.loop import Trainer
+from ddp_from_scratch.training.main import main
+
+def fail(gradient):
+    print("fails now", flush=True)
+    {how}
+
+def fails(trainer, batches):
+    if trainer.step == 2 and trainer.world.rank == trainer.world.world_size - 1:
+        next(trainer.model.parameters()).register_hook(fail)  # whose gradient is the last one
+    step(trainer, batches)
+
+step, Trainer._step = Trainer._step, fails
+if __name__ == "__main__":  # workers of data loaders import the file, too
+    run_to_exit(lambda: main([sys.argv[0]], sys.argv[1:]))
+"""
+KILL, RAISE = "os.kill(os.getpid(), signal.SIGKILL)", 'raise ValueError("on purpose")'
 
 
 def assert_ends(run):
@@ -32,18 +53,19 @@ def assert_ends(run):
 
 @pytest.mark.parametrize(
     ("launcher", "failure"),
-    [("start_ranks", "kill"), slow("mpirun", "raise_in_backward"), slow("torchrun", "kill")],
+    [("start_ranks", KILL), slow("mpirun", RAISE), slow("torchrun", KILL)],
 )
-def test_a_rank_that_fails_ends_the_run(launcher, failure):
+def test_a_rank_that_fails_ends_the_run(launcher, failure, tmp_path):
+    (tmp_path / "program.py").write_text(FAILS.format(how=failure))
     # Workers have to notice the end of their rank; of a killed one Python's own tracker complains.
     workers = "0" if launcher == "start_ranks" else "1"
-    with Run(*LAUNCHERS[launcher], DRIVER, failure, "--workers", workers) as run:
+    with Run(*LAUNCHERS[launcher], str(tmp_path / "program.py"), "--workers", workers) as run:
         run.wait_for("fails now")
         code = assert_ends(run)
         lines = run.text.splitlines()
         assert not [line for line in lines if line.startswith(("error:", "[rank 0]"))], run.text
         said = [line for line in lines if line.startswith("[rank 1]")]
-        if failure == "kill":
+        if failure == KILL:
             assert not said, run.text
         else:
             assert code == 1

@@ -1,10 +1,7 @@
-"""Commands as a user would start them, and a training run that fails where it is told to.
+"""Commands as a user would start them.
 
-    with Run(sys.executable, "run.py", "--epochs", "1") as run:
-        assert run.wait() == 0, run.text
-
-As a program: `failing_run.py FAILURE ...run.py's arguments`, with FAILURE one of `FAILURES`, which
-happens on the highest rank, in the third step.
+with Run(sys.executable, "run.py", "--epochs", "1") as run:
+    assert run.wait() == 0, run.text
 """
 
 import os
@@ -14,9 +11,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.support.ranks import MPIRUN, ROOT
 
@@ -120,48 +115,3 @@ class Run:
                 continue
         self.process.wait()
         self._folder.cleanup()
-
-
-def raise_in_backward(trainer: Any, step: Callable[..., None], batches: Any) -> None:
-    """With the first buckets in flight: the first parameter's gradient is the last one."""
-    parameter = next(trainer.model.parameters())
-
-    def fail(gradient: Any) -> None:
-        print("fails now", flush=True)
-        raise ValueError("on purpose")
-
-    parameter.register_hook(fail)
-    step(batches)
-
-
-def kill(trainer: Any, step: Callable[..., None], batches: Any) -> None:
-    print("fails now", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-FAILURES = {"raise_in_backward": raise_in_backward, "kill": kill}
-
-
-def main(failure: str, arguments: list[str]) -> int:
-    from ddp_from_scratch import process_group
-    from ddp_from_scratch.training.loop import Trainer
-    from ddp_from_scratch.training.main import parse
-
-    class Failing(Trainer):
-        def _step(self, batches: Any) -> None:
-            last = self.world.rank == self.world.world_size - 1
-            if last and self.step >= 2:
-                FAILURES[failure](self, super()._step, batches)
-            else:
-                super()._step(batches)
-
-    settings, _ = parse(arguments)
-    with process_group(settings.backend, timeout=settings.timeout) as world:
-        number = Failing(settings, world).run()
-    return 128 + number if number else 0
-
-
-if __name__ == "__main__":
-    from ddp_from_scratch.launch.rank_process import run_to_exit
-
-    run_to_exit(lambda: main(sys.argv[1], sys.argv[2:]))
