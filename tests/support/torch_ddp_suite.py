@@ -26,7 +26,6 @@ from torch.overrides import TorchFunctionMode
 import ddp_from_scratch as ddp
 
 MODULE = "torch.testing._internal.distributed.distributed_test"
-PASSED, SKIPPED = "passed", "skipped"
 
 
 class _CPUInstead(TorchFunctionMode):
@@ -129,6 +128,7 @@ def suite_of(module: Any, barrier: Callable[[], object]) -> Any:
 
 
 def outcome(case: Any, name: str) -> tuple[str, str]:
+    """Runs a test: "pass", "skip" or "fail", and why."""
     skips = sys.modules["torch.testing._internal.common_distributed"].TEST_SKIPS
     messages = {skip.exit_code: skip.message for skip in skips.values()}
     try:
@@ -142,8 +142,8 @@ def outcome(case: Any, name: str) -> tuple[str, str]:
     return "pass", ""
 
 
-def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
-    """Runs a test on this rank, modules with `options`: "passed", "skipped: why" or an error."""
+def torch_test(world: Any, name: str, ours: bool, **options: Any) -> tuple[str, str]:
+    """The outcome of a test on this rank, modules with `options`."""
     suite = load()
     class_ = ddp.DistributedDataParallel if ours else torch.nn.parallel.DistributedDataParallel
 
@@ -165,6 +165,6 @@ def torch_test(world: Any, name: str, ours: bool, **options: Any) -> str:
         patch.object(suite, "HAS_TORCHVISION", False),  # ResNet-50 on such images
     ):
         torch.manual_seed(0)
-        state, why = outcome(case, name)
+        found = outcome(case, name)
     dist.set_debug_level(level)
-    return {"pass": PASSED, "skip": f"{SKIPPED}: {why}", "fail": why}[state]
+    return found
