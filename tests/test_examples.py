@@ -3,13 +3,13 @@
 import os
 import re
 import runpy
-import socket
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from ddp_from_scratch.training.main import parse
 from tests.support import forked
 from tests.support.ranks import MPIRUN, ROOT
 
@@ -126,7 +126,7 @@ def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
     assert [(len(of_ranks), len(set(of_ranks))) for of_ranks in sums] == [(2, 1)] * 2
 
 
-def test_the_pods_of_the_jobset_train_together(tmp_path):
+def test_the_pods_of_the_jobset_are_given_what_run_py_takes():
     yaml = pytest.importorskip("yaml")
     jobset = yaml.safe_load((FOLDER / "k8s" / "jobset.yaml").read_text())
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -147,29 +147,10 @@ def test_the_pods_of_the_jobset_train_together(tmp_path):
     assert mount["name"] == volume["name"]
     assert given["checkpoint-dir"] == mount["mountPath"]
     assert (secret["name"], program, pod["restartPolicy"]) == ("DDP_SECRET", "ddp-run", "Never")
-    # The commands of both pods on this machine, with a rank each.
-    here = {given["master-addr"]: "127.0.0.1", mount["mountPath"]: str(tmp_path), "4,4": "1,1"}
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "DDP_SECRET": "0123456789abcdef"}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    pods, outputs = [], [tmp_path / f"pod-{index}" for index in range(job["completions"])]
-    try:
-        for index, output in enumerate(outputs):
-            line = " ".join(options).replace("$(JOB_COMPLETION_INDEX)", str(index))
-            for of_cluster, of_test in here.items():
-                assert of_cluster in line
-                line = line.replace(of_cluster, of_test)
-            line += f" --master-port={port} --epochs=1"
-            command = [sys.executable, "-m", "ddp_from_scratch", *line.split()]
-            with output.open("w") as stream:
-                pods.append(subprocess.Popen(command, env=environ, stdout=stream, stderr=stream))
-        codes = [pod.wait(50) for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-            pod.wait()
-        printed = "\n".join(output.read_text() for output in outputs)
-        print(printed)
-    assert codes == [0, 0]
-    assert "gloo, 2 ranks" in printed
-    assert (tmp_path / "checkpoint-000001.pt").exists()
+    settings, where = parse([option.replace("$(JOB_COMPLETION_INDEX)", "1") for option in options])
+    assert (where.nproc, where.node_rank, where.master_addr) == (
+        given["nproc"],
+        1,
+        given["master-addr"],
+    )
+    assert str(settings.checkpoint_dir) == mount["mountPath"]
