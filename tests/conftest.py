@@ -5,10 +5,8 @@ import random
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -110,13 +108,3 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
     seconds = sum(SECONDS_A_TEST[item.get_closest_marker("slow") is not None] for item in items)
     rest = f"; make test-all has {len(more):,} more" if more else ""
     return f"{len(items):,} tests, about {max(1, round(seconds / 60))} min on 2 idle cores{rest}"
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    reasons = Counter(
-        report.longrepr[2].removeprefix("Skipped: ")
-        for report in terminalreporter.stats.get("skipped", [])
-    )
-    if reasons:
-        counts = (f"{count} {reason}" for reason, count in reasons.most_common())
-        terminalreporter.write_line(f"skipped: {'; '.join(counts)}")
