@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import _functional_collectives as funcol
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import mpi_group
@@ -28,12 +27,6 @@ def at_sizes(*first):
     every = [*first, "node-4", "mpi-4"]
     cases = [case if case in first else slow(case) for case in every]
     return pytest.mark.parametrize("crew", cases, indirect=True)
-
-
-@pytest.fixture
-def crew(ranks, request):
-    backend, size = request.param.split("-")
-    return ranks(backend, int(size))
 
 
 # Node leaves messages between two ranks to gloo, which takes no strided tensors.
@@ -187,27 +180,6 @@ def test_gloo_does_everything_else_for_node(world):
     sparse = torch.sparse_coo_tensor([[world.rank]], [1.0], (2,))
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [1.0, 1.0]
-
-
-def a_mesh(world):
-    # Here, since it takes a second, which no other test needs.
-    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-    mesh = init_device_mesh("cpu", (1, world.world_size), mesh_dim_names=("outer", "inner"))
-    for name, ranks in (("outer", [world.rank]), ("inner", [*range(world.world_size)])):
-        assert dist.get_process_group_ranks(mesh.get_group(name)) == ranks
-        tensor = funcol.all_reduce(torch.tensor([world.rank]), "sum", mesh[name])
-        assert tensor.tolist() == [sum(ranks)]
-    whole = distribute_tensor(torch.arange(4.0), mesh["inner"], [Shard(0)])
-    assert whole.sum().full_tensor().item() == 6.0
-    model = torch.nn.Linear(1, 1, bias=False)
-    wrapped = ddp.DistributedDataParallel(model, device_mesh=mesh["inner"])
-    wrapped(torch.full((1, 1), 2.0 * world.rank)).backward()
-    assert model.weight.grad.item() == world.world_size - 1
-
-
-def test_a_device_mesh(ranks):
-    ranks("node", 2, fresh=True)(a_mesh)
 
 
 @pytest.mark.skipif(

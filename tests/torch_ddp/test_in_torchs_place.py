@@ -156,6 +156,7 @@ def in_a_mesh(world, class_):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@on("mpi-2")
+@pytest.mark.parametrize("crew", ["mpi-2", "node-2"], indirect=True)
+@on("crew")
 def test_a_mesh_of_two_dimensions(world):
     assert torch.equal(in_a_mesh(world, Ours), in_a_mesh(world, Theirs))
