@@ -62,7 +62,7 @@ PROGRAM = """
 import os, sys
 import torch, torch.distributed as dist, ddp_from_scratch as ddp
 from ddp_from_scratch import mpi
-ddp.process_group("mpi", timeout=100.0).__enter__()
+world = ddp.process_group("mpi", timeout=100.0)
 rank, tensor = dist.get_rank(), torch.ones(1)
 dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))  # meets through the same store
 dist.barrier()
@@ -82,7 +82,10 @@ ENDINGS = {
     "raises": (RAISES, 1, "KeyError: 'mine'"),
     "killed 0": (KILLED, 137, ""),
     "a window": ("window = mpi.empty(100); dist.all_reduce(window)", 0, ""),
-    "ends early": ("if rank == 1: sys.exit(3)\ndist.all_reduce(torch.ones(9))", 1, EARLY),
+    "ends early": (  # in the block, since a group is closed at exit otherwise
+        "with world:\n    if rank == 1: sys.exit(3)\n    dist.all_reduce(torch.ones(9))",
+        *(1, EARLY),
+    ),
     "destroyed by one": ("if rank: dist.destroy_process_group()", 0, ""),
     "aborts": (
         "if rank == 1: mpi.MPI.COMM_WORLD.Abort(7)\ndist.all_reduce(torch.ones(9))",
