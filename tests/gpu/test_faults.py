@@ -7,12 +7,6 @@ import ddp_from_scratch as ddp
 from tests.support.fuzz_case import watched
 
 
-def normed():
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
-    return ddp.convert_sync_batchnorm(module).to("cuda")
-
-
 def step(module):
     module(torch.randn(4, 8).to("cuda")).square().mean().backward()
 
