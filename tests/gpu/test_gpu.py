@@ -386,21 +386,6 @@ def test_a_rank_that_lags_is_reported(world):
         assert "\n  rank 1: 0 of 3 gradients have arrived, bucket 0 waits for c\n" in text
 
 
-@on("pair")
-def test_auto_settles_alike_on_all_ranks(world):
-    model = network()
-    ddp.broadcast_parameters(model)
-    reducer = ddp.Reducer(model, bucket_cap_mb="auto", **VIEWS)
-    optimizer = ddp.SGD(model.parameters(), 0.1, reducer=reducer)
-    for step in range(200):
-        train(model, optimizer, batch(world.rank, step))
-        if reducer.bucket_cap_mb is not None:
-            break
-    ddp.check_sync(model)
-    assert reducer.bucket_cap_mb is not None
-    assert_alike((reducer.bucket_cap_mb, reducer.overlap, step))
-
-
 @on("crew")
 def test_a_timeline_has_the_times_of_the_gpu(world):
     """The GPU's moments are in the order of its stream."""
