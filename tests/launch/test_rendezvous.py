@@ -8,10 +8,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import rendezvous
 from ddp_from_scratch.launch.rendezvous import StrangerError, open_store
 from tests.support.ranks import listening
+from tests.support.refusal import refusal
 
 HERE = "127.0.0.1"
 
@@ -30,12 +30,6 @@ def machine(port):
         yield lambda node_rank, timeout=30.0: stack.enter_context(
             open_store(node_rank, HERE, port, timeout)
         )
-
-
-def refusal(open_one, *arguments, **named):
-    with pytest.raises(UsageError) as error:
-        open_one(*arguments, **named)
-    return str(error.value)
 
 
 def test_a_port_that_is_taken(machine, port):

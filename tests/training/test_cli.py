@@ -8,6 +8,7 @@ import pytest
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.training.main import main, parse
 from ddp_from_scratch.training.settings import Settings
+from tests.support.refusal import refusal
 
 SECONDS = "must be a positive number of seconds, at most 1,000,000"
 UNKNOWN = "unrecognized arguments:"
@@ -17,7 +18,6 @@ REFUSED = {
     "--lr 1e308": "--lr must be a positive number, at most 1e+30, got 1e+308",
     "--optimizer adamw --momentum 0.5": "--momentum is for sgd and muon, not adamw: leave it out",
     "--optimizer muon --elastic --precision fp16": "--elastic cannot repeat the loss scaling of",
-    "--epochs 1.5": "argument --epochs: invalid int value: '1.5'; see --help",
     "--timeout 0": f"--timeout {SECONDS}, got 0.0",
     "--bucket-cap-mb big": "argument --bucket-cap-mb: must be a number or auto, got 'big'; see",
     "--bucket-cap-mb auto --deterministic": "--bucket-cap-mb auto goes by the clock, which --det",
@@ -44,10 +44,6 @@ REFUSED = {
     "--ep 3": f"{UNKNOWN} --ep; did you mean --epochs? Otherwise see --help",
     "--zzz": f"{UNKNOWN} --zzz; see --help",
     "--batch-size 32 --global-batch-size 32": "argument --global-batch-size: not allowed with",
-    **{
-        f"{option} x": f"argument {option}: invalid choice: 'x' (choose from"
-        for option in ("--backend", "--dataset", "--precision", "--compress", "--optimizer")
-    },
     # How ranks are started.
     "OMPI_COMM_WORLD_RANK=0 --nproc 2": "--nproc is for starting without a launcher, but mpirun "
     "has started this",
@@ -66,11 +62,8 @@ def test_what_is_refused_is_one_line(words, monkeypatch):
     variables = [word for word in words.split() if word.startswith("OMPI")]
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
-    with pytest.raises(UsageError) as error:
-        main(["run.py"], words.split()[len(variables) :])
-    text = str(error.value)
-    assert text.startswith(REFUSED[words])
-    assert "\n" not in text
+    told = refusal(main, ["run.py"], words.split()[len(variables) :])
+    assert told.startswith(REFUSED[words])
 
 
 def test_each_optimizer_has_its_own_defaults():

@@ -15,6 +15,7 @@ from ddp_from_scratch.training.settings import Settings, option_of
 from ddp_from_scratch.world.elastic import broadcast_state
 from ddp_from_scratch.world.world import _check_gpus, _device, _meet_in_store
 from tests.support.on_ranks import on
+from tests.support.refusal import refusal
 from tests.support.terms import recorded
 
 # May differ: they concern a rank's machine, or the output of rank 0.
@@ -39,12 +40,6 @@ def test_every_setting_is_compared_or_a_ranks_own():
     assert auto["--resume"] == "auto"  # which all decide by rank 0's folder
 
 
-def refused(work, *arguments):
-    with pytest.raises(UsageError) as error:
-        work(*arguments)
-    return str(error.value)
-
-
 @on("gloo-2")
 def test_a_setting_that_differs_is_named_before_anything_is_trained(world):
     for name, (other, told) in DIFFERENT.items():
@@ -59,9 +54,9 @@ def test_a_setting_that_differs_is_named_before_anything_is_trained(world):
 def test_the_command_versions_and_images_are_compared(world):
     settings, file = Settings(), Path("x.pt")
     if world.rank == 0:
-        told = refused(loop.Trainer, settings, world)
+        told = refusal(loop.Trainer, settings, world)
     else:
-        told = refused(loop.test, settings, None, file, world)
+        told = refusal(loop.test, settings, None, file, world)
     assert told.startswith("the command is train on rank 0 and test on rank 1")
 
     versions = coordination.versions()
@@ -69,7 +64,7 @@ def test_the_command_versions_and_images_are_compared(world):
     other = versions | ({"torch": "1.0"} if world.rank else {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordination, "versions", lambda: other)
-        told = refused(loop.Trainer, settings, world)
+        told = refusal(loop.Trainer, settings, world)
     assert told.startswith(f"torch is {torch.__version__} on rank 0 and 1.0 on rank 1: it must")
 
     load = coordination.load_dataset
@@ -81,7 +76,7 @@ def test_the_command_versions_and_images_are_compared(world):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(coordination, "load_dataset", changed)
-        told = refused(loop.Trainer, settings, world)
+        told = refusal(loop.Trainer, settings, world)
     assert told.startswith("--dataset digits is 1,437 + 360 images of 1x8x8, checksum ")
     assert told.count(", checksum ") == 2
 
@@ -116,7 +111,7 @@ def test_the_gpu_of_a_process(monkeypatch, visible, local_rank, local_world_size
     monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     placement = Placement(local_rank, local_world_size, local_rank, local_world_size, 0, "srun")
     if index is None:
-        assert f"{visible} visible GPUs" in refused(_device, "nccl", placement)
+        assert f"{visible} visible GPUs" in refusal(_device, "nccl", placement)
     else:
         assert _device("nccl", placement) == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)] * (index is not None)

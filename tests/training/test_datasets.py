@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.training.datasets import load_dataset
+from tests.support.refusal import refusal
 
 MNIST = pytest.importorskip("torchvision.datasets").MNIST
 
@@ -31,14 +31,6 @@ def write_mnist(raw):
         write_idx(raw / f"{part}-images-idx3-ubyte", images)
         write_idx(raw / f"{part}-labels-idx1-ubyte", labels)
     return raw
-
-
-def refusal(name, data_dir, download=False):
-    with pytest.raises(UsageError) as error:
-        load_dataset(name, data_dir, download)
-    text = str(error.value)
-    assert "\n" not in text
-    return text
 
 
 def test_digits_come_with_the_package_and_normalised(tmp_path):
@@ -82,9 +74,10 @@ def test_mnist_files(tmp_path):
 
 def test_missing_files_say_what_to_do(tmp_path):
     for name in ("mnist", "cifar10"):
-        told = refusal(name, tmp_path)
+        told = refusal(load_dataset, name, tmp_path, download=False)
         assert f"{name} not found, or corrupt, in {tmp_path}: pass --download to fetch" in told
-    assert "unknown dataset 'imagenet': expected one of " in refusal("imagenet", tmp_path)
+    told = refusal(load_dataset, "imagenet", tmp_path, download=False)
+    assert "unknown dataset 'imagenet': expected one of " in told
 
 
 @pytest.mark.parametrize("damage", [lambda raw: raw[:1000], lambda raw: b"<html>not there</html>"])
@@ -92,7 +85,7 @@ def test_a_corrupt_mnist_file(damage, tmp_path):
     mnist = write_mnist(tmp_path / "MNIST" / "raw")
     path = mnist / "train-images-idx3-ubyte"
     path.write_bytes(damage(path.read_bytes()))
-    told = refusal("mnist", tmp_path)
+    told = refusal(load_dataset, "mnist", tmp_path, download=False)
     assert told.startswith(f"cannot read mnist in {tmp_path} (")
 
 
@@ -101,6 +94,6 @@ def test_download(tmp_path, monkeypatch):
     assert len(load_dataset("mnist", tmp_path / "not" / "yet", download=True).train) == 3
     for error in (URLError("not found"), RuntimeError("another checksum")):
         monkeypatch.setattr(MNIST, "download", Mock(side_effect=error))
-        told = refusal("mnist", tmp_path, download=True)
+        told = refusal(load_dataset, "mnist", tmp_path, download=True)
         assert told.startswith(f"cannot download mnist to {tmp_path}: ")
         assert "; check the network" in told
