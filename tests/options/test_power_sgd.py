@@ -100,7 +100,7 @@ def average_random(world, model, step):
 
 
 def test_right_factors_of_another_rank_start_at_random():
-    """tests/training/test_resume.py goes on from checkpoints, with the same bits."""
+    """tests/training/test_resume.py continues from checkpoints, with the same bits."""
     model, state, other = Given(), PowerSGDState(rank=2), PowerSGDState(rank=3)
     state.q(model.matrix, 10, torch.zeros(()))
     other.load_state_dict(model, state.state_dict(model))
