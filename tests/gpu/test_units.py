@@ -3,15 +3,12 @@
 import subprocess
 import sys
 from itertools import pairwise
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
-from ddp_from_scratch.launch import rank_process
 from ddp_from_scratch.watch import recorder
 
 
@@ -60,50 +57,3 @@ def test_a_preload_that_asked_for_gpus_makes_forks_unsafe():
     if "_cuda_getDeviceCount" in run.stderr:
         pytest.skip("this torch has no CUDA")
     assert run.stdout.split() == ["True", "False", "False"], run.stderr
-
-
-# What a rank prints when NCCL fails: who has failed, and NCCL's own reason -----------------------
-
-FULL_SHM = """\
-NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error \
-(run with NCCL_DEBUG=INFO for details), NCCL version 2.30.7
-ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
-Last error:
-Error: failed to extend /dev/shm/nccl-7aXkQe to 33030532 bytes, error: No space left on device (28)
-"""
-PEER_GONE = """\
-NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or \
-there was a network error, NCCL version 2.30.7
-ncclRemoteError: A call failed possibly due to a network error or a remote process exiting.
-Last error:
-socketProgress: Connection closed by remote peer 10.0.0.2<47311>
-"""
-
-
-LOST = "error: rank 3 lost the other ranks: NCCL"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (
-            FULL_SHM,
-            "error: rank 3: NCCL: unhandled system error (run with NCCL_DEBUG=INFO for details), "
-            "NCCL version 2.30.7. Last error: failed to extend /dev/shm/nccl-7aXkQe to 33030532 "
-            "bytes, error: No space left on device (28)\n",
-        ),
-        (PEER_GONE, LOST),
-        ("NCCL watchdog: remote error", LOST),
-    ],
-)
-def test_a_failure_of_nccl_is_the_ranks_own_or_a_lost_peer(monkeypatch, capfd, text, expected):
-    monkeypatch.setattr(rank_process.os, "_exit", sys.exit)
-    monkeypatch.setattr(rank_process.time, "sleep", lambda seconds: None)
-    for name, value in {"RANK": 3, "WORLD_SIZE": 4, "LOCAL_RANK": 3, "LOCAL_WORLD_SIZE": 4}.items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(SystemExit) as ended:
-        rank_process.run_to_exit(Mock(side_effect=dist.DistBackendError(text)))
-    assert ended.value.code == 1
-    told = capfd.readouterr().err
-    assert told.startswith(expected)
-    assert told.count("\n") == 1

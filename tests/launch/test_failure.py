@@ -154,6 +154,20 @@ class Ended(BaseException):
 CLOSED = "[/src/gloo/tcp/pair.cc:547] Connection closed by peer"
 TIMEOUT = "Application timeout caused pair closure"
 ABORTED = "NCCL communicator was aborted on rank 1"
+FULL_SHM = """\
+NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error \
+(run with NCCL_DEBUG=INFO for details), NCCL version 2.30.7
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+Last error:
+Error: failed to extend /dev/shm/nccl-7aXkQe, error: No space left on device (28)
+"""
+PEER_GONE = """\
+NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, remote process exited or \
+there was a network error, NCCL version 2.30.7
+ncclRemoteError: A call failed possibly due to a network error or a remote process exiting.
+Last error:
+socketProgress: Connection closed by remote peer 10.0.0.2<47311>
+"""
 LOST = "error: rank 0 lost the other ranks: {}\n".format
 
 
@@ -168,6 +182,20 @@ LOST = "error: rank 0 lost the other ranks: {}\n".format
         (RuntimeError(f"{CLOSED}\nstack"), 1, LOST(CLOSED)),
         (RuntimeError(TIMEOUT), 1, LOST(TIMEOUT)),
         (dist.DistBackendError(ABORTED), 1, LOST(ABORTED)),
+        (dist.DistBackendError(PEER_GONE), 1, LOST(PEER_GONE.partition("\n")[0])),
+        (
+            dist.DistBackendError("NCCL watchdog: remote error"),
+            1,
+            LOST("NCCL watchdog: remote error"),
+        ),
+        # A failure of NCCL that is the rank's own, with NCCL's reason.
+        (
+            dist.DistBackendError(FULL_SHM),
+            1,
+            "error: rank 0: NCCL: unhandled system error (run with NCCL_DEBUG=INFO for details), "
+            "NCCL version 2.30.7. Last error: failed to extend /dev/shm/nccl-7aXkQe, error: No "
+            "space left on device (28)\n",
+        ),
     ],
 )
 def test_how_a_rank_ends(error, code, told, monkeypatch, capsys):
@@ -178,6 +206,7 @@ def test_how_a_rank_ends(error, code, told, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(Ended) as ended:
         rank_process.run_to_exit(main)
