@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import ddp_from_scratch as ddp
+from tests.support.fuzz_case import watched
 from tests.support.tiers import slow
 
 STEPS = 4
@@ -281,3 +282,38 @@ def faults_without_waiting(world, file, function, program):
 @pytest.mark.parametrize(("file", "function", "program"), NOT_AWAITED)
 def test_a_collective_that_is_not_awaited_is_found(sim, file, function, program):
     assert any(sim(faults_without_waiting, file, function, program))
+
+
+# What an earlier version of the library broke.
+
+
+def late_loss(world):
+    from ddp_from_scratch.training.coordination import LossWatch, as_number
+
+    watch = LossWatch(world.rank, world.device)
+    nan, good = (torch.tensor(loss).to("cuda") for loss in (float("nan"), 1.0))
+    watch.see(nan, 5)
+    early = watch.known()
+    watch.see(good, 6)
+    return early, watch.known() == watch.settled() == as_number(5, world.rank)
+
+
+def test_a_loss_that_is_not_finite_is_known_when_the_copy_has_arrived(nccl2):
+    assert nccl2(late_loss) == [(0, True)] * 2
+
+
+def uneven_batches(world):
+    from tests.support.simgpu import trace
+
+    module = normed().to(world.device)
+    reducer = ddp.Reducer(module, broadcast_buffers=True)
+    with watched(world.device) as faults, ddp.join(reducer):
+        for number in range(2 + world.rank):
+            module(batch(world, number)).square().mean().backward()
+        waits = [wait for wait in trace.host_waits() if "torch_ddp/join.py" in wait]
+    reducer.remove()
+    return faults, waits
+
+
+def test_join_does_not_wait_for_the_gpu_while_there_is_data(sim):
+    assert sim(uneven_batches) == [([], [])] * 2
