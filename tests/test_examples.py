@@ -1,9 +1,7 @@
 """The programs of `examples/` run on gloo and on mpi, and their ranks agree."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -11,7 +9,8 @@ import pytest
 
 from ddp_from_scratch.training.main import parse
 from tests.support import forked
-from tests.support.ranks import MPIRUN, ROOT
+from tests.support.failing_run import LAUNCHERS, Run
+from tests.support.ranks import ROOT
 
 pytestmark = pytest.mark.slow
 FOLDER = ROOT / "examples"
@@ -58,7 +57,7 @@ def test_on_gloo(program, more, tmp_path):
 def test_on_mpi(program):
     package, options = OTHERS[program]
     pytest.importorskip(package)
-    printed = printed_by(["mpirun", "-n", "2", sys.executable, FOLDER / program, *options])
+    printed = printed_by(*LAUNCHERS["mpirun"], FOLDER / program, *options)
     assert re.search(r"parameters .* on 2 ranks|loss \d\.\d+ on 2 ranks, backend mpi", printed)
 
 
@@ -66,7 +65,7 @@ def test_on_mpi(program):
 def test_on_a_cluster_of_one_machine(program, tmp_path):
     package, command, batches = ON_CLUSTERS[program]
     pytest.importorskip(package)
-    printed = printed_by([*command, FOLDER / program], cwd=tmp_path)
+    printed = printed_by("env", "-C", tmp_path, *command, FOLDER / program)
     line = r"rank (\d): (\d+) batches, loss \S+ parameters (\w+) on 2 ranks"
     found = {*re.findall(line, printed)}  # Ray prints it twice
     checksums = {checksum for _, _, checksum in found}
@@ -74,18 +73,10 @@ def test_on_a_cluster_of_one_machine(program, tmp_path):
     assert sorted(found) == [(str(r), n, *checksums) for r, n in enumerate(batches)]
 
 
-def printed_by(command: list[object], **options: object) -> str:
-    done = subprocess.run(
-        list(map(str, command)),
-        env=os.environ | MPIRUN | OF_RAY | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-        **options,
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+def printed_by(*command: object) -> str:
+    with Run(*map(str, command), **OF_RAY) as run:
+        assert run.wait(100) == 0, run.text
+        return run.text
 
 
 @pytest.mark.filterwarnings("default")  # of Lightning's own imports

@@ -8,7 +8,7 @@ import torch
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.mpi import IS_OFFERED, recorder_is_on
-from tests.support.ranks import mpirun
+from tests.support.failing_run import mpirun
 
 recorded = pytest.mark.skipif(
     torch.__version__ < "2.15",
@@ -24,11 +24,6 @@ START = """
         noted = json.loads(c10d._dump_fr_trace_json(backend="mpi")).get("entries", [])
         return [(entry["profiling_name"], entry["process_group"][0]) for entry in noted]
 """
-
-
-def run(program, ranks=2, **environment):
-    result = mpirun(ranks, START + program, **environment)
-    assert result.returncode == 0, result.stderr
 
 
 @recorded
@@ -53,7 +48,7 @@ def test_the_analyser_names_the_rank_that_did_not_come(tmp_path):
         work.wait()
     dist.destroy_process_group()
     """
-    run(program, ranks=3, TORCH_FR_BUFFER_SIZE="100")
+    mpirun(3, START + program, TORCH_FR_BUFFER_SIZE="100")
     analyser = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(tmp_path)]
     result = subprocess.run(analyser, capture_output=True, text=True, timeout=60)
     said = result.stdout + result.stderr
@@ -94,7 +89,7 @@ def test_a_recorded_group_does_what_others_do():
         assert "the ranks called different operations" in str(error)
     dist.destroy_process_group()
     """
-    run(program, TORCH_FR_BUFFER_SIZE="100")
+    mpirun(2, START + program, TORCH_FR_BUFFER_SIZE="100")
 
 
 @recorded
@@ -146,4 +141,4 @@ def test_a_group_with_another_backend_for_gpus(debug):
         raise AssertionError
     dist.destroy_process_group()
     """
-    run(program, TORCH_DISTRIBUTED_DEBUG=debug)
+    mpirun(2, START + program, TORCH_DISTRIBUTED_DEBUG=debug)

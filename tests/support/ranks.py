@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 from collections.abc import Callable
@@ -179,17 +178,6 @@ def on_gpu(rank: int) -> dict[str, str]:
         "NCCL_IB_DISABLE": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-
-
-def mpirun(world_size: int, program: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    """Runs a program's text under mpirun, as a user who has only installed the package would."""
-    return subprocess.run(
-        ["mpirun", "-n", str(world_size), sys.executable, "-c", textwrap.dedent(program)],
-        env=os.environ | MPIRUN | environment,
-        capture_output=True,
-        text=True,
-        timeout=CALL_LIMIT_S,
-    )
 
 
 def listening() -> list[tuple[str, int, str]]:
