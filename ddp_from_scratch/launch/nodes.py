@@ -309,22 +309,25 @@ class Link:
         self._thread.join(1.0)
 
     def _talk(self) -> None:
-        beat = 0
+        beat, key, sent = 0, f"report {self.ticket}", ""
         while True:
             last = self._last
             try:
                 beat += 1
-                report = self.report | {"beat": beat, "left": last}
-                self._store.set(f"report {self.ticket}", json.dumps(report))
+                report = json.dumps(self.report | {"beat": beat, "left": last})
+                if last:
+                    # One call with a reply, since machine 0 closes its store once it has read this.
+                    self._store.compare_set(key, sent, report)
+                    return
+                self._store.set(key, report)
+                sent = report
                 # The reply confirms that the report has arrived.
-                if self._store.check(["job"]) and not last:
+                if self._store.check(["job"]):
                     job = json.loads(self._store.get("job"))
                     if job["beat"] != self.job.get("beat"):
                         self.heard = time.monotonic()
                     self.job = job
             except RuntimeError:  # machine 0's store is gone
                 self.is_closed = True
-                return
-            if last:
                 return
             time.sleep(EXCHANGE_S)
