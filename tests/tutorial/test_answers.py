@@ -23,6 +23,14 @@ def on_the_wire(messages):
     return messages + gradients_of_chapter_1()
 
 
+def arrives(buckets):
+    """When the last of equal buckets arrives that become ready in 11 ms of backward, in ms."""
+    end = 0.0
+    for ready in range(1, buckets + 1):
+        end = max(end, 11 / buckets * ready) + on_the_wire(buckets) / buckets
+    return f"{end:.1f}"
+
+
 def share_of_rank_0():
     program = of(16, "muon")
     shapes = zip(program.WIDTHS[1:], program.WIDTHS, strict=False)
@@ -56,7 +64,9 @@ SHARE, COSTS = share_of_rank_0()
     [
         (1, f"8 layers and {MB / 4:.1f} million parameters"),
         (5, f"48 * 0.6 + 6300 / 1400 = {48 * 0.6 + 6300 / 1400:.0f} ms"),
-        (7, f"16 messages take 16 ms and the\nbytes {MB:.1f} ms"),
+        (7, f"16 messages take 16 ms and the bytes {MB:.1f} ms"),
+        (7, f"end after {arrives(4)}: {float(arrives(4)) - 11:.0f} ms are exposed"),
+        (7, ", ".join(map(arrives, (16, 8, 4, 2))) + f" and {arrives(1)} ms"),
         (7, f"the message of {on_the_wire(1):.1f} ms"),
         (12, f"2 P + 2 P = {4 * 33.6:.0f} MB. One copy: P + 2 P = {3 * 33.6:.0f} MB"),
         (13, f"{526_300 * 8 / 1e5:.0f} ms and {0.02 * 526_300 * 8 / 1e5:.1f} ms"),

@@ -26,17 +26,30 @@ def mean_square(y):
 
 def train(exercise):
     rank, nproc = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(3):
-        shard = torch.randn(6, 3).chunk(nproc)[rank]
-        exercise.train_step(model, optimizer, mean_square, shard)
+    model, optimizer = small_model()
+    for batch in torch.randn(3, 6, 3):
+        exercise.train_step(model, optimizer, mean_square, batch.chunk(nproc)[rank])
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def train_alone():
+    """The training of one process, without the exercise: its mistakes are not in here."""
+    model, optimizer = small_model()
+    for batch in torch.randn(3, 6, 3):
+        optimizer.zero_grad()
+        mean_square(model(batch)).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def small_model():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
 def test_train_step(on_ranks):
-    (alone,) = on_ranks(1, train)
+    alone = train_alone()
     for parameters in on_ranks(2, train):
         for parameter, expected in zip(parameters, alone, strict=True):
             if not torch.allclose(parameter, expected, atol=1e-6):

@@ -1,5 +1,6 @@
 import time
 from importlib import import_module
+from itertools import pairwise
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,9 @@ drift = import_module("tutorial.08_drift.drift")
 def run(exercise, name):
     distances = drift.Distances()
     getattr(exercise, name)(distances)
-    return distances.after, torch.nn.utils.parameters_to_vector(distances.model.parameters()).data
+    model = distances.model
+    parameters = torch.nn.utils.parameters_to_vector(model.parameters()).data
+    return distances.after, parameters, dict(model.named_buffers())
 
 
 def unrepaired(exercise, name):
@@ -20,19 +23,34 @@ def unrepaired(exercise, name):
     return run(drift, name)
 
 
+def both_branches(exercise):
+    """own_branch in one process: each of the two shards, through its own branch."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([drift.make_model(), drift.make_model()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(drift.STEPS):
+        optimizer.zero_grad()
+        for x, y in zip(*(tensor.tensor_split(2) for tensor in drift.shard(step)), strict=True):
+            (drift.loss_of(model[int(x.sum() > 0)], (x, y)) / 2).backward()
+        optimizer.step()
+    return torch.nn.utils.parameters_to_vector(model.parameters()).data
+
+
 @pytest.mark.parametrize("name", [program.__name__ for program in drift.PROGRAMS])
 def test_repaired(on_ranks, name):
-    (distances, parameters), *_ = on_ranks(2, run, name)
+    (distances, parameters, buffers), *_ = on_ranks(2, run, name)
     assert len(distances) == drift.STEPS, "watch(model) once in each step"
     assert distances == [0.0] * drift.STEPS, "distance between the ranks, after each step"
-    if name in ("own_branch", "running_mean"):
-        # These never were the training of one process: chapter 2.
-        assert parameters.isfinite().all()
+    if name == "own_branch":
+        (expected,) = on_ranks(1, both_branches)
+    elif name == "running_mean":  # its parameters were right, and chapter 2: not one process's
+        (_, expected, _), _ = on_ranks(2, unrepaired, name)
+        assert (buffers["0.running_var"] - 1).abs().max() < 0.5, "the inputs' variance is 1"
     else:
-        ((_, alone),) = on_ranks(1, unrepaired, name)
-        assert torch.allclose(parameters, alone, atol=1e-5), (
-            "the ranks agree, but on something else than one process computes"
-        )
+        ((_, expected, _),) = on_ranks(1, unrepaired, name)
+    assert torch.allclose(parameters, expected, atol=1e-5), (
+        "the ranks agree, but on something else than one process computes"
+    )
 
 
 def epochs(exercise):
@@ -46,6 +64,8 @@ def test_shard_of_epoch(on_ranks):
         used = {number for shard in shards for number in shard}
         assert len(used) == 18, "no example twice"
         assert used <= set(range(20))
+        steps = {(b - a) % 20 for shard in shards for a, b in pairwise(shard)}
+        assert len(steps) > 1, "shuffled, not shifted"
         orders.append(shards)
     assert orders[0] != orders[1] != orders[2], "another order in each epoch"
 
