@@ -49,7 +49,7 @@ from ddp_from_scratch.launch.environment import MOST_HERE
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
 _CONTINUING = re.compile(
-    r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms \((\d+) of"
+    r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms(?: \((\d+) of)?"
 )
 _EPOCH = re.compile(r"epoch +(\d+)/")
 _PARTS = ("noticed", "group", "step", "together", "kept")
@@ -165,7 +165,7 @@ def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> 
             now = time.monotonic() - began
             said.append(line)
             if found := _CONTINUING.search(line):
-                ranks, group, step, kept = map(int, found.groups())
+                ranks, group, step, kept = map(int, found.groups("0"))
                 run.regroupings.append((now, ranks, group, step, kept))
             if found := _EPOCH.match(line):
                 run.epochs.append((now, int(found[1])))

@@ -52,14 +52,12 @@ class FlatOptimizer(torch.optim.Optimizer):
        the bucket's window, `.data` was replaced), then parameters in no bucket, and those that
        cannot move, such as 16-bit floats on a CPU.
 
-    A view of a parameter that was made before it moved does not follow it; `state_dict()`,
-    `load_state_dict()` and deep copies are not affected. A copy of the optimizer (deep or pickled)
-    has no Reducer and steps one by one.
+    A view of a parameter that was made before it moved does not follow it. A copy of the optimizer
+    (deep or pickled) has no Reducer and steps one by one.
 
-    With `shard` the ranks divide phase 2, with equal results (`shards.py`). `backward_and_step`
-    then averages nothing in `.grad`, which is None afterwards (except sparse gradients). With
-    `backward()` and `step()`, `.grad` holds averages in between, which may be clipped or unscaled.
-    The first step compares the parameters over all ranks.
+    With `shard` the ranks divide phase 2, with equal results (`shards.py`). The first step compares
+    their parameters. After `backward_and_step`, `.grad` is None (except sparse gradients); between
+    `backward()` and `step()` it holds averages, which may be clipped or unscaled.
 
     - "node": the ranks of a machine have one copy of parameters and state, in shared memory. If a
       program writes to a parameter, all of them see it: let all write the same values, or let one
@@ -192,14 +190,14 @@ class FlatOptimizer(torch.optim.Optimizer):
 
         The first buckets step while the last are in flight. The result is that of the two calls,
         bit for bit. Use the two calls for GradScaler, which must see all gradients before the first
-        parameter changes. So must clipping: with `max_norm`, the step begins when the last bucket
-        has landed, and all gradients are scaled so that their global 2-norm is at most `max_norm`.
-        It returns the norm before that, of float64 and shape (), with the same bits for each
-        `shard`.
+        parameter changes. With `max_norm` the step begins when the last bucket has landed. All
+        gradients are scaled so that their global 2-norm is at most `max_norm`; returned is the norm
+        before that, of float64 and shape (), with the same bits for each `shard`.
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
-                `no_sync()`; nothing was stepped. ValueError: `max_norm` is negative.
+                `no_sync()`; nothing was stepped.
+            ValueError: `max_norm` is negative.
         """
         if self._reducer is None:
             kind = type(self).__name__
@@ -365,8 +363,8 @@ class _BackwardAndStep(Extension):
                 self._averaged = True
                 optimizer._step_bucket(each)
                 for parameter in each.parameters() if optimizer.shard != "none" else ():
-                    # It is local, but would be taken for an average. If the Reducer now rebuilt its
-                    # buckets, it would move it while other ranks still read it.
+                    # A local gradient would be taken for an average. And a Reducer that rebuilds
+                    # its buckets would move it while other ranks still read it.
                     parameter.grad = None
 
 
@@ -375,6 +373,7 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 
     The bits are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
     momentum of a parameter's last elements differently.
+
     Follows: torch/optim/sgd.py, `_single_tensor_sgd` and `_fused_sgd`.
     """
 
@@ -385,6 +384,7 @@ class Adam(FlatOptimizer, torch.optim.Adam):
     """torch.optim.Adam with one flat call per bucket, and the bits of `fused=True`.
 
     For params and reducer see `FlatOptimizer`. Sparse gradients raise a RuntimeError.
+
     Follows: torch/optim/adam.py, `_fused_adam`.
     """
 

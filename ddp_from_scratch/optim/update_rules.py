@@ -77,9 +77,8 @@ class SGDRule(UpdateRule):
     `foreach=False` step these elements, and the fused kernel steps all others.
     """
 
-    settings: tuple[str, ...] = (
-        *("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"),
-    )
+    _of_kernel = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    settings: tuple[str, ...] = ("lr", *_of_kernel)
     fused: bool | None = None
     takes_complex = True
     exact_anywhere = True

@@ -148,11 +148,11 @@ class Trainer(Engine):
                 # After the first step in the new group.
                 (left, met, kept), self.regrouped = self.regrouped, None
                 ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
+                of = f"{kept} of its {self.reducer.virtual_rank_count} virtual ranks were kept"
                 self.report.line(
                     f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: "
                     f"another group after {1e3 * grouped:.0f} ms, the step after "
-                    f"{1e3 * repeated:.0f} ms ({kept} of {self.reducer.virtual_rank_count} virtual "
-                    f"ranks were kept)"
+                    f"{1e3 * repeated:.0f} ms{f' ({of})' if kept else ''}"
                 )
                 seconds = {"group_seconds": grouped, "step_seconds": repeated}
                 self.metrics.log(self.global_step, ranks=ranks, kept_virtual_ranks=kept, **seconds)

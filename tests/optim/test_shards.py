@@ -375,7 +375,7 @@ def trained(world, kind, shard, settings, steps=4, **how):
     clip, at_once, again = how.pop("clip", None), how.pop("at_once", True), how.pop("again", False)
     program = how.pop("program", None)
     model = Odd()
-    if how.pop("relaid", False):
+    if relaid := how.pop("relaid", False):
         del model.unused  # buckets are rebuilt in the first step, as all parameters are used
         how |= {"extensions": [Relaid()], "bucket_cap_mb": float("inf")}
     else:
@@ -397,7 +397,7 @@ def trained(world, kind, shard, settings, steps=4, **how):
             optimizer.zero_grad()
         loss = model(torch.randn(4, 3, 8, 8)).square().mean() * 9
         # One rank reads the others' gradients late, when they have left the average.
-        late = step == 1 and world.rank == 0
+        late = relaid and step == 1 and world.rank == 0
         if program:
             norms.append(step_with(step, loss))
         elif at_once:
