@@ -7,19 +7,14 @@ A file gets its final name only when it is complete; the digest detects later da
 
 import fcntl
 import hashlib
-import math
 import os
-import random
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import NoneType
-from typing import Any, BinaryIO, TextIO, get_args, get_type_hints
+from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import torch
-from torch import nn
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import UsageError, one_line
@@ -151,10 +146,6 @@ def load(path: Path) -> State:
     if state["version"] > VERSION:
         newer = f"this program reads up to {VERSION}: install a newer ddp_from_scratch"
         raise UsageError(f"{path} has checkpoint version {state['version']}, {newer}")
-    try:
-        check_contents(state)
-    except UsageError as error:
-        raise UnreadableError(f"{path} is no checkpoint that a run has written: {error}") from error
     return state
 
 
@@ -170,7 +161,7 @@ def _number(path: Path) -> int:
 
 
 def find_checkpoint(
-    settings: Settings, model_spec: dict[str, Any], model: nn.Module, report: Report
+    settings: Settings, model_spec: dict[str, Any], model: torch.nn.Module, report: Report
 ) -> State | None:
     """Loads the checkpoint to continue from, if any: `--resume`, or the newest whole one.
 
@@ -205,16 +196,28 @@ def find_checkpoint(
         hint = "give the --model and --dataset it was made with"
         raise UsageError(f"{path} holds {saved}, this run trains {ours}: {hint}")
     settings.check_optimizer(state["settings"], path)
-    try:
-        check_fit(state, model)
-    except UsageError as error:
-        raise UsageError(f"{path} does not fit {ours}: {error}") from error
+    check_model(state, model, path)
     report.line(f"resuming from {path}: epoch {state['epoch'] + 1}, step {state['step']}")
     return state
 
 
 def _describe(spec: dict[str, Any]) -> str:
     return "{name} for {num_classes} classes of {channels}x{image_size}x{image_size}".format(**spec)
+
+
+def check_model(state: State, model: torch.nn.Module, path: Path) -> None:
+    """Raises a UsageError unless the model has the checkpoint's tensors."""
+    saved, ours = (
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for tensors in (state["model"], model.state_dict())
+    )
+    for name in saved | ours:  # another version of torchvision may have another model by this name
+        if saved.get(name) != ours.get(name):
+            there, here = (found.get(name, "missing") for found in (saved, ours))
+            raise UsageError(
+                f"{path} does not fit this version of {state['model_spec']['name']}: {name} is "
+                f"{there} there and {here} here: install the versions that it was made with"
+            )
 
 
 def rng_state() -> State:
@@ -245,155 +248,3 @@ def _reason(error: BaseException) -> str:
             return found.strerror
         found = found.__context__
     return one_line(error)
-
-
-# Contents, checked before anything is built or allocated from them -------------------------------
-
-# `_check` requires: the keys of a dict; as many entries as a tuple has; a type in a set; a tensor's
-# shape and dtype; at least a number. It skips None.
-_SPEC = {"name": {str}, "channels": 1, "image_size": 1, "num_classes": 1}
-_SCALER = dict.fromkeys(("scale", "growth_factor", "backoff_factor"), 0.0)
-_SCALER |= {"growth_interval": 0, "_growth_tracker": 0}
-_COUNTS = {"step": torch.tensor(0.0)}  # AdamW's
-_OTHERS = ("model", "optimizer", "scaler", "compression", "ready_order", "buckets", "rng")
-_LIKE = dict.fromkeys(_OTHERS) | {
-    **{"epoch": 0, "step": 0, "images": 0, "world_size": 1, "global_batch_size": 1},
-    **{"model_spec": _SPEC, "settings": {}, "totals": torch.zeros(3, dtype=torch.float64)},
-}
-_SETTINGS = {
-    name: {str if one is Path else one for one in get_args(kind) or (kind,)}
-    for name, kind in get_type_hints(Settings).items()
-}
-_GENERATORS: dict[str, Any] = {
-    **{"torch": None, "cuda": None, "python": ({int}, ({int},) * 625, {float, NoneType})},
-    "numpy": ({str}, torch.zeros(624, dtype=torch.int64), {int}, {int}, {float}),
-}
-
-
-def check_contents(state: Mapping[str, Any]) -> None:
-    """Checks what is known without the model; a UsageError names the fault."""
-    _check(state, _LIKE)
-    settings, buckets, everyone = state["settings"], state["buckets"], state["rng"]
-    # Another version may lack some settings and have others.
-    known = {name: _SETTINGS.get(name) for name in settings}
-    _check(settings, dict.fromkeys(("dataset", "epochs")) | known, "settings")
-    # No run finishes more epochs than it was asked for.
-    _check(settings["epochs"], state["epoch"], "epochs")
-    _expect(state["model_spec"].keys() == _SPEC.keys(), "model_spec has more than a model's")
-    if state["scaler"] != {}:  # with fp16
-        _check(state["scaler"], _SCALER, "scaler")
-    if buckets is not None:
-        _check(buckets, {"bucket_cap_mb": None, "overlap": {bool}}, "buckets")
-        caps = buckets["bucket_cap_mb"]
-        for cap in caps if isinstance(caps, list | tuple) else [caps]:
-            _expect(type(cap) in (int, float) and cap >= 0, "bucket_cap_mb is not a size")
-    ranks = 0 if settings.get("virtual_ranks") else state["world_size"]
-    right = isinstance(everyone, list) and len(everyone) == ranks
-    _expect(right, "rng does not hold the generators of each rank")
-    for rank, of_rank in enumerate(everyone):
-        name = f"rng of rank {rank}"
-        _check(of_rank, _GENERATORS, name)
-        if of_rank["cuda"] is not None:
-            _check(of_rank["cuda"], torch.zeros(16, dtype=torch.uint8), f"cuda of {name}")
-        try:
-            # On new generators: the process's own stay unchanged.
-            torch.Generator().set_state(of_rank["torch"])
-            random.Random().setstate(of_rank["python"])
-            np.random.RandomState().set_state(_numpy_state(of_rank["numpy"]))
-        except (ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-            raise UsageError(f"{name} cannot be used: {one_line(error)}") from error
-
-
-def check_fit(state: Mapping[str, Any], model: nn.Module) -> None:
-    """Checks that all tensors of a state, after `check_contents`, have this model's shapes."""
-    named = dict(model.named_parameters())
-    _check(state["model"], dict.fromkeys(model.state_dict()), "the model")
-    _check_some(state["model"], model.state_dict(), "the model")
-
-    _check(state["optimizer"], {"state": {}}, "optimizer")
-    of_index = dict(enumerate(named.values()))
-    # A parameter may have no state yet, or a momentum of None, so none is required.
-    for index, of_one in state["optimizer"]["state"].items():
-        _expect(index in of_index, f"the optimizer has a state for parameter {_short(index)}")
-        _check(of_one, {}, "the optimizer's state")
-        like = {k: _COUNTS.get(k, of_index[index]) for k, v in of_one.items() if v is not None}
-        _check(of_one, like, f"the optimizer's state of parameter {index}")
-
-    # The Reducer fills its buckets in this order, so it must name each parameter once.
-    order = state["ready_order"]
-    if order is not None:
-        trainable = sorted(name for name, one in named.items() if one.requires_grad)
-        right = isinstance(order, list) and all(isinstance(name, str) for name in order)
-        right = right and sorted(order) == trainable
-        _expect(right, "ready_order does not name each parameter once")
-
-    # PowerSGD's errors of each rank, and its right factors.
-    saved, name = state["compression"], "compression"
-    if saved is None:
-        return
-    _check(saved, {"iteration": 0, "loss_scale": 0.0, "qs": {}, "errors": None}, name)
-    errors = saved["errors"]
-    right = isinstance(errors, list) and len(errors) == state["world_size"]
-    _expect(right, f"{name} is not that of each rank")
-    for of_rank in errors:
-        _check_some(of_rank, named, name)
-        _expect(of_rank.keys() == errors[0].keys(), f"{name} is of other parameters on each rank")
-    for key, q in saved["qs"].items():
-        _expect(key in named and isinstance(q, torch.Tensor), f"{name} has no {_short(key)}")
-        # On the meta device: a size from the file must not allocate.
-        columns = named[key].numel() // max(1, named[key].shape[0])
-        of_key = torch.empty(columns, q.shape[1] if q.dim() == 2 else 0, device="meta")
-        _check(q, of_key, f"{name} of {key}")
-
-
-def _check_some(found: Any, like: Mapping[Any, torch.Tensor], name: str) -> None:
-    _check(found, {}, name)
-    for key in found:
-        _expect(key in like, f"{name} has no {_short(key)}")
-    _check(found, {key: like[key] for key in found}, name)
-
-
-def _check(value: Any, like: Any, name: str = "") -> None:
-    if isinstance(like, Mapping):
-        _expect(isinstance(value, Mapping), f"{name or 'it'} is not a table, but {_short(value)}")
-        missing = [key for key in like if key not in value]
-        _expect(not missing, f"{name or 'it'} has no {', '.join(missing[:3])}")
-        for key, of_key in like.items():
-            _check(value[key], of_key, f"{key} of {name}" if name else key)
-        return
-    if like is None:
-        return
-    if isinstance(like, tuple):
-        right = isinstance(value, tuple) and len(value) == len(like)
-        _expect(right, f"{name} must have {len(like)} entries, got {_short(value)}")
-        for one, of_one in zip(value, like, strict=True):
-            _check(one, of_one, name)
-        return
-    if isinstance(like, torch.Tensor):
-        expected = f"a tensor of {tuple(like.shape)} and {like.dtype}"
-        right = isinstance(value, torch.Tensor) and not value.is_sparse
-        right = right and (value.shape, value.dtype) == (like.shape, like.dtype)
-        # An expanded tensor would claim any size at no cost, so require memory for each element.
-        right = right and value.untyped_storage().nbytes() >= value.numel() * value.element_size()
-    elif isinstance(like, set):
-        expected = " or ".join(sorted(kind.__name__ for kind in like))
-        # `type`, not isinstance: True is an int, too. An int is valid for a float.
-        right = type(value) in like or (type(value) is int and float in like)
-    else:
-        expected, most = f"{like:g} or more", math.inf if type(like) is float else 2**62
-        right = type(value) in (int, type(like)) and like <= value < most
-    _expect(right, f"{name} must be {expected}, got {_short(value)}")
-
-
-def _expect(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise UsageError(otherwise)
-
-
-def _short(value: Any) -> str:
-    """Describes a value briefly, because its contents may be of any size."""
-    if isinstance(value, torch.Tensor):
-        return f"one of {tuple(value.shape)} and {value.dtype}"
-    if isinstance(value, bool | int | float | str | None):
-        return repr(value)[:40]
-    return f"a {type(value).__name__}"

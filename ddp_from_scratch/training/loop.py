@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError, one_line
+from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
@@ -304,20 +304,10 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     with raise_on_all_ranks(group):
         if world.rank == 0:
             state = checkpoint.load(path)
-            try:
-                # Allocate nothing: a size in the file could ask for any amount. But a RegNet
-                # computes with tensors while it is made.
-                regnet = state["model_spec"]["name"].startswith("regnet")
-                with torch.device("cpu" if regnet else "meta"):
-                    checkpoint.check_fit(state, make_model(**state["model_spec"]))
-            except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-                name = state["model_spec"]["name"]
-                raise UsageError(
-                    f"{path} does not fit its own model {name}: {one_line(error)}"
-                ) from error
     state = broadcast_state(state, 0, group)
     with raise_on_all_ranks(group):
         model = make_model(**state["model_spec"])
+        checkpoint.check_model(state, model, path)
         model.load_state_dict(state["model"])
     model.to(world.device)
     ddp.broadcast_parameters(model)

@@ -243,7 +243,7 @@ class Settings:
     )
     log_dir: Path | None = _kept("metrics.jsonl and TensorBoard events", **_FOLDER)
     timeline: Path | None = _kept(
-        "record some steps of all ranks, print one, and write a page, a picture and a trace there",
+        "record some steps of all ranks, print one, and write a page and a picture there",
         **_FOLDER,
     )
     timeline_steps: int | None = _kept(f"steps to record (default: {TIMELINE_STEPS})", **_COUNT)
