@@ -1,8 +1,8 @@
-"""Renders a record: a step as text or as a picture, all steps as a page or as a trace."""
+"""Renders a record: a step as text or as a picture, all steps as a page."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -223,46 +223,3 @@ def as_html(record: Record) -> str:
     # "</script" would end the script element, and "<!--<script" would hide its end.
     text = json.dumps(data, default=shallow).replace("<", "\\u003c")
     return template.replace("{{record}}", text)
-
-
-def as_json(record: Record) -> str:
-    """Returns a trace in Chrome's format, with a process for each rank."""
-    events: list[dict[str, Any]] = []
-    rows = ["compute", *(f"bucket {n}" for n in range(max(len(s.layout) for s in record.steps)))]
-    for rank in record.steps[0].ranks:
-        names = [("process_name", 0, f"rank {rank.rank}")]
-        for kind, row, name in names + [("thread_name", row, n) for row, n in enumerate(rows)]:
-            at = {"pid": rank.rank, "tid": row}
-            events.append({"name": kind, "ph": "M", **at, "args": {"name": name}})
-    begin = 0.0
-    for step in record.steps:
-        for rank in step.ranks:
-            for name, row, span, arguments in _named_spans(record, step, rank):
-                # In microseconds, rounded to nanoseconds.
-                ts, dur = ((begin + span[0]) * 1e3, (span[1] - span[0]) * 1e3)
-                event = {"name": name, "ph": "X", "pid": rank.rank, "tid": row}
-                event |= {"ts": round(ts, 3), "dur": round(dur, 3)}
-                event |= {"args": {"step": step.iteration, **arguments}}
-                instant = {"ph": "i", "s": "t"} if name.startswith("gradient of") else {}
-                events.append(event | instant)
-        begin += step.length * 1.05  # with a gap
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
-
-
-def _named_spans(
-    record: Record, step: StepTimes, rank: RankTimes
-) -> Iterator[tuple[str, int, Span, dict[str, Any]]]:
-    # Each with its row of the trace and its arguments.
-    for symbol, span in computed(replace(rank, buckets=())):
-        yield _KINDS[symbol][0], 0, span, {}
-    for name, at in rank.arrived:
-        yield f"gradient of {name}", 0, (at, at), {}
-    for bucket in rank.buckets:
-        index, names = bucket.index, list(step.layout[bucket.index])
-        what = {"bytes": record.bucket_nbytes(step, index), "parameters": names}
-        yield f"pack bucket {index}", 0, bucket.pack, {}
-        yield f"wait for bucket {index}", 0, bucket.wait, {}
-        yield f"unpack bucket {index}", 0, bucket.unpack, {}
-        yield "moves", index + 1, (bucket.moving, bucket.sent[1]), what
-        if bucket.last != rank.rank:
-            yield f"waits for rank {bucket.last}", index + 1, (bucket.sent[0], bucket.met), what

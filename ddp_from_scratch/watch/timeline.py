@@ -1,4 +1,4 @@
-"""`timeline`: records steps of all ranks on one clock and writes them in four forms."""
+"""`timeline`: records steps of all ranks on one clock and writes them as text, page and picture."""
 
 import socket
 import time
@@ -193,8 +193,7 @@ def timeline(
 
     - `timeline.txt`: the median step as text;
     - `timeline.html`: a page that opens offline, with all steps;
-    - `timeline.png` and `.svg`: the median step, if matplotlib is installed;
-    - `trace.json`: all steps, for Perfetto and chrome://tracing.
+    - `timeline.png` and `.svg`: the median step, if matplotlib is installed.
 
     It writes nothing if the context raises or no step is complete; the latter is a warning. If it
     cannot write, it raises a UsageError, and the other ranks a PeerError.
@@ -221,7 +220,6 @@ def write(record: Record, folder: Path) -> bool:
     text = render.as_text(record, record.typical)
     (folder / "timeline.txt").write_text(text + "\n", encoding="utf-8")
     (folder / "timeline.html").write_text(render.as_html(record), encoding="utf-8")
-    (folder / "trace.json").write_text(render.as_json(record), encoding="utf-8")
     return render.draw(record, record.typical, folder / "timeline.png", folder / "timeline.svg")
 
 

@@ -1,4 +1,4 @@
-"""The forms of a record of one step of two ranks: text, trace, picture, page."""
+"""The forms of a record of one step of two ranks: text, picture, page."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from ddp_from_scratch.watch.recorder import (
     rank_times,
     step_times,
 )
-from ddp_from_scratch.watch.render import COLOURS, WIDTH, as_html, as_json, as_text, draw
+from ddp_from_scratch.watch.render import COLOURS, WIDTH, as_html, as_text, draw
 from tests.support.ranks import ROOT
 
 HOST = Marks(torch.device("cpu"))
@@ -101,20 +101,6 @@ def test_text_says_what_is_exposed_and_who_was_late():
         "rank 1: communication 10.0 ms, 100% hidden; exposed 0.0 ms\n"
         "rank 1 was late: the others waited 7.0 ms for it in all"
     ) in text
-
-
-def test_trace_has_every_event_in_microseconds():
-    events = json.loads(as_json(with_steps(100.0, 50.0)))["traceEvents"]
-    forward = [e for e in events if e["name"] == "forward" and e["pid"] == 1]
-    assert [e["dur"] for e in forward] == pytest.approx([30e3, 30e3])
-    assert forward[1]["ts"] > 100e3  # the second step behind the first
-    moves = next(e for e in events if e["name"] == "moves" and e["pid"] == 0)
-    assert moves["args"] == {"step": 0, "bytes": 2**20, "parameters": ["b"]}
-    assert {e["name"] for e in events if e["ph"] == "i"} == {"gradient of a", "gradient of b"}
-    rows = {e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    assert rows == {"compute", "bucket 0", "bucket 1"}
-    assert all(e["dur"] >= 0 for e in events if e["ph"] == "X")
-    assert {e["pid"] for e in events if e["name"] == "waits for rank 1"} == {0}
 
 
 def test_page_holds_the_record_and_loads_nothing():

@@ -1,7 +1,6 @@
 """Timelines of real ranks, also of programs that do more than forward, backward and step."""
 
 import itertools
-import json
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -101,8 +100,6 @@ def test_every_event_of_every_step_is_recorded_in_its_order(world, tmp_path, at_
     assert timeline.record.nbytes["first.weight"] == 48
     assert timeline.record.clock_error == 0
     dist.barrier()
-    data = json.loads((folder / "trace.json").read_text())
-    assert {event["args"].get("step", 1) for event in data["traceEvents"]} == {1, 2}
     assert (folder / "timeline.txt").read_text().startswith("Net, ")
     assert (folder / "timeline.html").exists()
 
