@@ -1,6 +1,6 @@
-"""Parts of `DistributedDataParallel`: arguments, mixed precision, delayed gradients, Reducers."""
+"""Parts of `DistributedDataParallel`: arguments, mixed precision, Reducers."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,7 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
-from ddp_from_scratch.core.layout import assign
 from ddp_from_scratch.options import comm_hooks
-from ddp_from_scratch.options.views import ViewBucket
 from ddp_from_scratch.reducer import Reducer
 
 # Arguments --------------------------------------------------------------------------------------
@@ -65,14 +63,6 @@ def _index(device: Any) -> int:
     return torch.accelerator.current_device_index() if index is None else int(index)
 
 
-def refuse_sparse(module: torch.nn.Module, named: Iterable[tuple[str, Any]], why: str) -> None:
-    """Raises if one of these parameters has a sparse gradient."""
-    sparse = sparse_parameters(module)
-    for name, parameter in named:
-        if id(parameter) in sparse:
-            raise ValueError(f"parameter {name} has a sparse gradient, which {why}")
-
-
 # Mixed precision --------------------------------------------------------------------------------
 
 
@@ -103,52 +93,19 @@ def cast_buffers(
     module: torch.nn.Module, dtype: torch.dtype | None, ignore: Collection[str]
 ) -> None:
     """Casts the floating buffers to `dtype` permanently; None keeps their dtype."""
-    # Autograd cannot propagate a sparse gradient through a cast.
-    own = [(name, p) for name, p in module.named_parameters() if name not in ignore]
-    refuse_sparse(module, own, "mixed_precision cannot cast: use torch.autocast, or make it dense")
+    sparse = sparse_parameters(module)
+    for name, parameter in module.named_parameters():
+        if name not in ignore and id(parameter) in sparse:
+            raise ValueError(
+                f"parameter {name} has a sparse gradient, which autograd cannot take back through "
+                f"the cast of mixed_precision: use torch.autocast, or make it dense"
+            )
     for name, buffer in module.named_buffers():
         if dtype is not None and name not in ignore and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)
 
 
 # Reducers ---------------------------------------------------------------------------------------
-
-
-class DelayedReduction:
-    """Averages or sums complete gradients of some parameters when that of the trigger is ready."""
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        trigger: torch.nn.Parameter,
-        process_group: dist.ProcessGroup | None,
-        sums: bool,
-    ) -> None:
-        self.process_group = process_group
-        self._sums = sums
-        # An infinite cap, because all gradients are launched at the same time anyway.
-        kinds = [(p.nbytes, (p.dtype, p.device)) for p in parameters]
-        plan = assign(kinds, range(len(parameters)), [2**62])
-        self._buckets = [ViewBucket(members, [parameters[m] for m in members]) for members in plan]
-        trigger.register_hook(self._launch)
-
-    @torch.no_grad()
-    def _launch(self, gradient: torch.Tensor) -> None:
-        for bucket in self._buckets:
-            for index in bucket.members:
-                # No hook marks these gradients ready. An unused member still contributes `.grad`.
-                bucket.mark_unused(index)
-            bucket.pack(1.0)
-            bucket.op = dist.ReduceOp.SUM if self._sums else None  # None: the hook divides
-            bucket.launch(comm_hooks.average, self.process_group)
-        # Waits at the end, since waiting here would delay the rest of backward.
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-
-    @torch.no_grad()
-    def _finish(self) -> None:
-        for bucket in self._buckets:
-            bucket.wait()
-            bucket.unpack()
 
 
 class WrappedReducer(Reducer):

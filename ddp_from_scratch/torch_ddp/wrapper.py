@@ -42,14 +42,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         forward_sync_buffers: True if forward passes find rank 0's buffers; the first always does.
         init_sync: False trusts that all ranks hold the same module.
         bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` replaces it, if given.
-        delay_all_reduce_named_params: (name, parameter) pairs that are averaged separately when the
-            gradient of `param_to_hook_all_reduce` is ready.
         mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
             and inputs during forward, of sent gradients, and of buffers. `.grad` and the parameters
             keep their dtype.
         device_mesh: a one-dimensional mesh instead of `process_group`. If it is part of a larger
             mesh, the other dimensions may shard the module's parameters (DTensors).
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: only None.
         lazy_bucket_allocation: only False; buckets keep their memory.
         check_every, stall_after, straggler_every, shared_memory, fuse_wgrad, reduce: not in torch;
             as `Reducer`.
@@ -97,13 +96,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
-        trigger, delayed = param_to_hook_all_reduce, list(delay_all_reduce_named_params or ())
-        if (delay_all_reduce_named_params is None) != (trigger is None):
+        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
             raise ValueError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
-                "same time"
+                "delay_all_reduce_named_params and param_to_hook_all_reduce are not supported: "
+                "put these parameters into a module with a ddp.Reducer of its own"
             )
-        internals.refuse_sparse(module, delayed, "cannot be delayed")
         if lazy_bucket_allocation:
             raise ValueError(
                 "lazy_bucket_allocation=True is not supported, because buckets keep their memory: "
@@ -127,9 +124,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph: bool = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        # Delayed parameters are broadcast like others, but the Reducer does not average them.
         ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore: set[str] = ignore | {name for name, _ in delayed}
+        self.parameters_to_ignore: frozenset[str] = frozenset(ignore)
         everyone = module.named_parameters()
         parameters = [p for name, p in everyone if name not in self.parameters_to_ignore]
         if not any(parameter.requires_grad for parameter in parameters):
@@ -167,10 +163,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._builtin_hook: str | None = None  # its name in `dist.BuiltinCommHookType`, for logging
         if mixed_precision is not None:
             internals.cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
-        self.delayed: internals.DelayedReduction | None = None
-        if trigger is not None:
-            own = [parameter for _, parameter in delayed]
-            self.delayed = internals.DelayedReduction(own, trigger, self._group, reduce == "sum")
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         self._build(WrappedReducer)
 
@@ -332,8 +324,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             return
         self.reducer.check_complete()
         old, self.process_group = self._group, new_process_group
-        if self.delayed is not None:
-            self.delayed.process_group = new_process_group
         if self.reducer.bucket_cap_mb is not None:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
             self._settings["overlap"] = self.reducer.overlap
@@ -368,8 +358,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # A process group cannot be copied, but a copy finds the default group.
         if self._group is not None:
             raise RuntimeError("only a wrapper on the default process group can be copied")
-        if self.delayed is not None:
-            raise RuntimeError("a wrapper with delay_all_reduce_named_params cannot be copied")
         state = self.__dict__.copy()
         state["_comm_hook"] = None
         # A copy makes its own in `_build`, because they hold the process group and hooks.

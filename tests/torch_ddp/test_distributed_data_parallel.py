@@ -50,22 +50,6 @@ def test_what_is_ignored(world):
     assert (model.p0.item(), model.b.item()) == (world.rank, world.rank)
 
 
-@gloo_and_mpi
-@on("crew")
-def test_delayed_parameters(world):
-    model = Terms(1, 2, 3)
-    delayed = [("p2", model.p2), ("p1", model.p1)]
-    options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": model.p0}
-    wrapped = Ours(model, **options)
-    for _ in range(2):
-        wrapped.zero_grad()
-        # Gradients come in reverse order of use: p0's is the last.
-        with recorded("all_reduce") as sent:
-            wrapped(own(world), (0, 1, 2)).backward()
-        assert sent == [5, 1]
-        assert_grads(model, mean(world))
-
-
 class Casts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -150,14 +134,14 @@ def test_what_is_refused(world):
     def of(*arguments: Any, **options: Any) -> Callable[[], Any]:
         return lambda: Ours(*(arguments or (Terms(1),)), **options)
 
-    other = nn.Parameter(torch.zeros(1))
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (RuntimeError, "is not needed when a module", of(nn.ReLU())),
         (ValueError, "parameter weight is lazy", of(nn.LazyLinear(1))),
         (ValueError, "only be None or contain", of(device_ids=[0, 1])),
         (ValueError, "modules on a single GPU, got", of(device_ids=[0])),
         (ValueError, "lazy_bucket_allocation=True is .*saves", of(lazy_bucket_allocation=True)),
-        (ValueError, "same time", of(param_to_hook_all_reduce=other)),
+        (ValueError, "delay_all_reduce_named.* are not supp", of(delay_all_reduce_named_params=[])),
+        (ValueError, "are not supported", of(param_to_hook_all_reduce=nn.Parameter(torch.ones(1)))),
         (TypeError, "callable", lambda: of()().register_comm_hook(None, 3)),
     ]
     for kind, text, call in cases:
