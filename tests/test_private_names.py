@@ -23,17 +23,14 @@ ATTRIBUTES = [
     "torch.autograd.profiler.record_function._call_end_callbacks_on_future",
     *(
         f"torch.distributed.ProcessGroup.{name}"
-        for name in ("_register_backend", "_set_default_backend", "_set_group_desc")
+        for name in ("_register_backend", "_set_default_backend")
     ),
-    "torch.distributed.ProcessGroup._set_group_name",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
     *("torch.nn.Module()._load_state_dict_pre_hooks", "torch.nn.Module()._modules"),
 ]
 
 # Used where torch has them.
 SINCE = {
-    "torch._C._distributed_c10d.FlightRecorderHook": "2.14",
-    "torch._C._distributed_c10d.FlightRecorderHook.attach": "2.15",
     "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS": "2.15",
 }
 

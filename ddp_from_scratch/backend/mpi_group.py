@@ -265,7 +265,7 @@ class ProcessGroupMPI(CollectivesGroup):
         return self._store
 
     def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupMPI:
-        return create_subgroup(self._communicator, ranks, timeout, type(self))
+        return create_subgroup(self._communicator, ranks, timeout)
 
     # Messages ------------------------------------------------------------------------------------
 
@@ -347,11 +347,11 @@ class ProcessGroupMPI(CollectivesGroup):
 
 
 def create_subgroup(
-    whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta, kind: type[ProcessGroupMPI]
+    whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta
 ) -> ProcessGroupMPI:
     """Makes a group of some ranks of `whole`. Only these ranks call it."""
     communicator = whole.Create_group(whole.Get_group().Incl(list(ranks)))
     try:
-        return kind(communicator, timeout)
+        return ProcessGroupMPI(communicator, timeout)
     finally:
         communicator.Free()  # the group has a duplicate
