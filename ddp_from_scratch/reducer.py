@@ -365,9 +365,7 @@ class Reducer(CoreReducer):
         """Calls a function for each index in `virtual_rank_range`, as inside `virtual_rank(i)`.
 
         Returns the results, in order. If an elastic run loses a rank, the others keep gradients and
-        results of what they have finished of the step. With synchronised batch norm, the virtual
-        ranks share moments, so they must run the same layers. They run in lock step, in threads
-        that must set torch's thread-local settings (not autocast), and all graphs are alive.
+        results of what they have finished of the step.
         """
         return self._with_virtual_ranks().run_all(function)
 

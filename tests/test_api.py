@@ -26,7 +26,7 @@ ROOMS = {
         "node": "backend common",
         "sync": "common core",
         "options": "backend common core sync",
-        "virtual_ranks": "common core options sync",
+        "virtual_ranks": "common core options",
         "watch": "backend common core options",
         "reducer": "common core node options sync virtual_ranks watch",
         "optim": "backend common core options reducer sync",
@@ -162,8 +162,8 @@ def test_no_import_goes_round_in_a_circle():
 
 def test_the_package_is_as_short_as_it_was():
     lines = [path.read_text().count("\n") for path in MODULES]
-    assert (len(lines) <= 97, sum(lines) <= 18_631, max(lines) <= 400) == (True,) * 3
-    assert (len(ROOMS), sum(map(len, ROOMS.values()))) == (16, 59)  # rooms, and arrows between them
+    assert (len(lines) <= 96, sum(lines) <= 18_373, max(lines) <= 400) == (True,) * 3
+    assert (len(ROOMS), sum(map(len, ROOMS.values()))) == (16, 58)  # rooms, and arrows between them
 
 
 @on("gloo-2")

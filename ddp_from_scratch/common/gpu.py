@@ -35,22 +35,11 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 def aside(device: torch.device) -> Iterator[torch.Stream]:
     """Makes a second stream the current one; it first waits for the stream current before."""
     stream = _beside(device)
-    stream.wait_stream(torch.accelerator.current_stream(device))
-    with on(stream):
-        yield stream
-
-
-@contextmanager
-def on(stream: torch.Stream | None) -> Iterator[None]:
-    """Makes a stream the current one in a `with` block. None changes nothing."""
-    if stream is None:
-        yield
-        return
-    # Not `with stream`, which fails in two threads at a time.
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
+    before = torch.accelerator.current_stream(device)
+    stream.wait_stream(before)
+    torch.accelerator.set_stream(stream)  # not `with stream`, which fails in two threads at a time
     try:
-        yield
+        yield stream
     finally:
         torch.accelerator.set_stream(before)
 
@@ -60,11 +49,6 @@ def used_here(tensors: Iterable[torch.Tensor]) -> None:
     for tensor in tensors:
         if is_gpu(tensor.device):
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
-
-
-def current_stream(device: torch.device) -> torch.Stream | None:
-    """Returns the current stream of the device; None for a CPU."""
-    return torch.accelerator.current_stream(device) if is_gpu(device) else None
 
 
 @cache

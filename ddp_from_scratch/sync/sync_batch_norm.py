@@ -7,8 +7,6 @@ It takes one collective in forward, for the moments, and one in backward:
 """
 
 import copy
-from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ddp_from_scratch.common.group import all_gather_single
-
-# Takes a row of one batch, and returns those of all batches, in their order. Collective.
-Gather = Callable[[torch.Tensor], torch.Tensor]
-# Set if a rank has several batches in a step (`virtual_ranks/virtual_ranks.py`).
-several_batches: ContextVar[Gather | None] = ContextVar("several_batches", default=None)
-
-
-def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Adds neighbours, then their sums, and so on, so that the bits depend only on the rows."""
-    while len(rows) > 1:
-        pairs = rows[: len(rows) // 2 * 2]
-        rows = torch.cat([pairs[::2] + pairs[1::2], rows[len(pairs) :]])
-    return rows[0]
 
 
 def convert_sync_batchnorm(
@@ -120,19 +105,17 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         if not self.training or not dist.is_initialized():
             return super().forward(input)
-        several = several_batches.get()
-        if several is None:
-            world_size = dist.get_world_size(self.process_group)
-            if world_size < 1:
-                raise ValueError("this rank is not a member of the batch norm's process group")
-            if world_size == 1:
-                return super().forward(input)
+        world_size = dist.get_world_size(self.process_group)
+        if world_size < 1:
+            raise ValueError("this rank is not a member of the batch norm's process group")
+        if world_size == 1:
+            return super().forward(input)
         # Checked first: an error after the collective has begun would leave other ranks waiting.
         for name in ("running_mean", "weight", "bias"):
             tensor = getattr(self, name)
             if tensor is not None and (found := tensor.numel()) != input.size(1):
                 raise RuntimeError(f"{name} should contain {input.size(1)} elements not {found}")
-        moments = _moments_of_all(input, several or self._gather_ranks)
+        moments = _moments_of_all(input, self.process_group)
         if self.track_running_stats:
             self._update_running_statistics(moments)
         anchor = None
@@ -141,14 +124,9 @@ class SyncBatchNorm(_BatchNorm):
             # makes autograd run this layer's backward here, too.
             anchor = torch.empty((), requires_grad=True, device=input.device)
         output: torch.Tensor = _Normalize.apply(
-            input, self.weight, self.bias, anchor, moments, self.eps, several, self.process_group
+            input, self.weight, self.bias, anchor, moments, self.eps, self.process_group
         )
         return output
-
-    def _gather_ranks(self, row: torch.Tensor) -> torch.Tensor:
-        everyone = row.new_empty(dist.get_world_size(self.process_group), len(row))
-        all_gather_single(everyone.view(-1), row, group=self.process_group)
-        return everyone
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -191,15 +169,16 @@ class _Moments:
 
 
 @torch.no_grad()
-def _moments_of_all(x: torch.Tensor, gather: Gather) -> _Moments:
-    """Gathers and merges all batches' moments. Collective: one all-gather of 2 C + 2 numbers."""
-    channels = x.size(1)
-    rows = gather(_pack_moments(x))
+def _moments_of_all(x: torch.Tensor, group: dist.ProcessGroup | None) -> _Moments:
+    """Gathers and merges all ranks' moments. Collective: one all-gather of 2 C + 2 numbers."""
+    channels, row = x.size(1), _pack_moments(x)
+    rows = row.new_empty(dist.get_world_size(group), len(row))
+    all_gather_single(rows.view(-1), row, group=group)
     means, squares, counts, learn = rows.split([channels, channels, 1, 1], dim=1)
     # At least 1, to avoid a division by zero if all batches are empty.
     count = counts.sum(0).clamp(min=1)
-    mean = sum_of_rows(counts * means) / count
-    variance = sum_of_rows(squares + counts * (means - mean).square()) / count
+    mean = (counts * means).sum(0) / count
+    variance = (squares + counts * (means - mean).square()).sum(0) / count
     # bool() and int() wait for a GPU, so they run only where the answer may matter.
     need_gradient = not x.requires_grad and bool(learn.any())
     values = int(counts.sum()) if x.numel() <= channels else None
@@ -240,14 +219,13 @@ class _Normalize(torch.autograd.Function):
         anchor: torch.Tensor | None,
         moments: _Moments,
         eps: float,
-        several: Gather | None,
         process_group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         mean = moments.mean.to(wide)
         inverse = (moments.variance + eps).rsqrt().to(wide)
         ctx.save_for_backward(x, weight, mean, inverse, moments.count.to(wide))
-        ctx.several, ctx.process_group = several, process_group
+        ctx.process_group = process_group
         # x comes first, because the result takes its memory format from the first operand.
         y = x.to(wide) - _along_channels(mean, x)
         y.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
@@ -271,17 +249,14 @@ class _Normalize(torch.autograd.Function):
             d_bias = sums[0].clone()  # the sum below overwrites `sums`
         # If x and anchor need no gradient, x needs none on any rank, and all skip the collective.
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[3]:
-            if ctx.several is None:
-                dist.all_reduce(sums, group=ctx.process_group)
-            else:
-                sums = sum_of_rows(ctx.several(sums.view(-1))).view_as(sums)
+            dist.all_reduce(sums, group=ctx.process_group)
         if ctx.needs_input_grad[0]:
             of_dy, of_product = sums / count
             dx = centred.mul_(_along_channels(-of_product * inverse.square(), x))
             dx.add_(dy).sub_(_along_channels(of_dy, x))
             dx.mul_(_along_channels(inverse if weight is None else inverse * weight, x))
             dx = dx.to(x.dtype)
-        return dx, d_weight, d_bias, None, None, None, None, None
+        return dx, d_weight, d_bias, None, None, None, None
 
 
 def _all_but_channels(x: torch.Tensor) -> list[int]:

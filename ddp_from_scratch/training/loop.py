@@ -172,13 +172,8 @@ class Trainer(Engine):
         if settings.virtual_ranks is None:
             totals = self._backward(batches)
         else:
-
-            def run(_virtual_rank: int) -> torch.Tensor:
-                # Drawn first: in lock step other virtual ranks draw theirs during this one.
-                own = [next(batches) for _ in range(settings.accumulate)]
-                return self._backward(iter(own))
-
-            totals = torch.stack(self.reducer.run_virtual_ranks(run)).sum(0)
+            of_each = self.reducer.run_virtual_ranks(lambda _: self._backward(batches))
+            totals = torch.stack(of_each).sum(0)
         if self.membership.elastic:
             wait(dist.all_reduce(totals, async_op=True))
         # Muon's step communicates, but before it changes anything. Nothing communicates after that,

@@ -222,7 +222,7 @@ class Settings:
         **_FROM_1,
     )
     sync_batch_norm: bool = _synchronisation(
-        "batch norm over the batches of all ranks (or --virtual-ranks), not of each by itself",
+        "batch norm over the batches of all ranks, not of each by itself",
         False,
     )
     check_sync: int | None = _synchronisation(
@@ -269,6 +269,9 @@ class Settings:
             )
         if self.shard != "none":
             self._check_shard()
+        if self.sync_batch_norm and (self.elastic or self.virtual_ranks is not None):
+            name = "--elastic" if self.elastic else "--virtual-ranks"
+            raise UsageError(f"--sync-batch-norm cannot be used with {name}: leave one of them out")
         if self.virtual_ranks is not None and self.compress is not None:
             raise UsageError("--compress cannot be used with --virtual-ranks: leave it out")
         if self.virtual_ranks is not None and self.bucket_cap_mb == AUTO:

@@ -1,4 +1,4 @@
-"""Runs a rank's virtual ranks in descending order, one by one or in lock step.
+"""Runs a rank's virtual ranks one after another, in descending order.
 
 - Each starts with the buffers from the beginning of the step, with `.grad` None, and with
   generators seeded by the step and the virtual rank.
@@ -14,16 +14,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import pad
 
 from ddp_from_scratch.common.errors import shortened
-from ddp_from_scratch.common.group import all_gather_single, wait
+from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.checks import sync_batch_norms
-from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm
-from ddp_from_scratch.virtual_ranks.lock_step import DIFFERENT_LAYERS, run_in_lock_step
 from ddp_from_scratch.virtual_ranks.tree_reduction import (
     PartialSums,
     TreeReduction,
@@ -44,14 +41,13 @@ class VirtualRanks(Extension):
         if count < 1 or count & (count - 1):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
         self.count = count
-        self._buffers, self._windows, self._seed = buffers, windows, 0
+        self._buffers, self._seed = buffers, 0
         self.step: int = 0  # it and `_seed` seed the generators, with the virtual rank
         self.reduction: TreeReduction = TreeReduction(count, windows)
         # The step's virtual ranks that have not ended, and those not begun. Empty between steps.
         self._due: list[int] = []
         self._ahead: list[int] = []
         self.inside: int | None = None  # the virtual rank that is running
-        self.in_lock_step: bool = False
         # The buffers at the start of the step, and its number; None after the optimizer's step.
         self._before: tuple[dict[str, torch.Tensor], int] | None = None
         # What `run_all` returns of the step, and this rank's virtual ranks if some were kept.
@@ -64,30 +60,17 @@ class VirtualRanks(Extension):
                 "sparse gradients cannot be summed over virtual ranks: use sparse=False"
             )
         super().attach(reducer)
-        reducer.needs_each = True  # several backward passes may run at a time
         self._process_group = reducer.process_group
         self._check()
         reducer.sender.set_hook(self.reduction.average, reducer.process_group)
 
     def _check(self) -> None:
         self.range()
-        ours = self._process_group or dist.group.WORLD
-        for layer in sync_batch_norms(self._of().module):
-            if not isinstance(layer, SyncBatchNorm):
-                raise ValueError(
-                    "torch.nn.SyncBatchNorm cannot be used with virtual_ranks=V: convert the "
-                    "module with ddp.convert_sync_batchnorm"
-                )
-            if (layer.process_group or dist.group.WORLD) is not ours:
-                raise ValueError(
-                    "with virtual_ranks=V synchronised batch norm needs the Reducer's process "
-                    "group, and a layer has another one"
-                )
-            if self._windows:
-                raise ValueError(
-                    "fuse_wgrad cannot be used with virtual_ranks=V and synchronised batch norm: "
-                    "leave it out"
-                )
+        if sync_batch_norms(self._of().module):
+            raise ValueError(
+                "synchronised batch norm cannot be used with virtual_ranks=V, which run one after "
+                "another: leave it out, and each virtual rank normalises its own batch"
+            )
 
     def range(self) -> Sequence[int]:
         """Returns the virtual ranks that this rank runs in the step, in order."""
@@ -115,8 +98,7 @@ class VirtualRanks(Extension):
     def _deal_rest(self) -> int:
         """Divides among new ranks what none of them has finished. Collective; as `_forget`."""
         held = self.reduction.sums.virtual_ranks()
-        # In lock step, or without its result, a virtual rank must run again.
-        if not self._results.keys() >= held or sync_batch_norms(self._of().module):
+        if not self._results.keys() >= held:  # without its result, a virtual rank must run again
             held = set()
             self._forget()
         rank, ranks = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
@@ -141,12 +123,6 @@ class VirtualRanks(Extension):
         """A context for one virtual rank. An exception drops the step and propagates."""
         reducer: CoreReducer = self._of()
         try:
-            if sync_batch_norms(reducer.module):
-                raise RuntimeError(
-                    "the module has synchronised batch norm, which takes all virtual ranks at "
-                    "once: use reducer.run_virtual_ranks(function) and not "
-                    "`with reducer.virtual_rank(i)`"
-                )
             with self._virtual_rank(index, reducer):
                 yield
         except BaseException:
@@ -157,40 +133,17 @@ class VirtualRanks(Extension):
         """Calls a function for each virtual rank. An exception drops the step and propagates."""
         reducer: CoreReducer = self._of()
 
-        def run(index: int) -> None:
-            with self._virtual_rank(index, reducer):
-                result = function(index)
-            self._results[index] = result
-
         if self.inside is not None:  # outside of the `try`, which would drop that one's step
             raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
-        order = self.range()
         try:
-            if not sync_batch_norms(reducer.module):
-                for index in order:
-                    run(index)
-            else:
-                self.in_lock_step = True
-                places = [(self, "inside"), (reducer, "sync")]
-                run_in_lock_step(run, order, reducer.module, self._buffers(), places, self._gather)
+            for index in self.range():
+                with self._virtual_rank(index, reducer):
+                    result = function(index)
+                self._results[index] = result
         except BaseException:
             reducer.abort_step()
             raise
-        finally:
-            self.in_lock_step = False
         return [self._results[index] for index in sorted(self._results)]
-
-    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gathers one row for each virtual rank; `rows` are this rank's. Collective."""
-        group, ranks = self._process_group, dist.get_world_size(self._process_group)
-        if ranks == 1:
-            return rows
-        counts = [len(virtual_rank_range(self.count, rank, ranks)) for rank in range(ranks)]
-        mine = pad(rows, (0, 0, 0, max(counts) - len(rows)))
-        everyone = rows.new_empty(ranks, *mine.shape)
-        work = all_gather_single(everyone.view(-1), mine.view(-1), group=group, async_op=True)
-        wait(work)
-        return torch.cat([one[:count] for one, count in zip(everyone, counts, strict=True)])
 
     @contextmanager
     def _virtual_rank(self, index: int, reducer: CoreReducer) -> Iterator[None]:
@@ -253,15 +206,12 @@ class VirtualRanks(Extension):
 
     # As an extension ----------------------------------------------------------------------------
 
-    def may_launch(self) -> bool:
-        return not self.in_lock_step  # in lock step other virtual ranks are in backward, too
-
     def on_launch(self, bucket: Bucket) -> None:
         # Outside of the last virtual rank, gradients would be lost.
         if self._due != [self.inside]:
-            place = "`with reducer.virtual_rank(i)`"
-            outside = f"with virtual_ranks=V every backward pass goes into {place}"
-            raise RuntimeError(DIFFERENT_LAYERS if self.in_lock_step else outside)
+            raise RuntimeError(
+                "with virtual_ranks=V every backward pass goes into `with reducer.virtual_rank(i)`"
+            )
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
         self._due, self._dealt, self.step = [], None, self.step + 1

@@ -128,7 +128,7 @@ PROGRAMS = {
     "two streams, views": {"make": TwoStreams, "gradient_as_bucket_view": True},
     "two streams, no overlap": {"make": TwoStreams, "overlap": False},
     "side stream, sync batch norm": {"side": True, "make": synced},
-    "side stream, lock step": {"side": True, "make": synced, "virtual_ranks": 4},
+    "side stream, virtual ranks": {"side": True, "make": normed, "virtual_ranks": 4},
 }
 
 
@@ -156,7 +156,7 @@ def batch(world, number):
 
 
 def forward(name, module, reducer, data):
-    """Returns what does the backward pass; in lock step, it does both."""
+    """Returns what does the backward pass; on virtual ranks, it does both."""
 
     def loss_of(part):
         return module(part).square().mean()
@@ -224,7 +224,13 @@ def assert_numbers_of_the_cpu(name, found, expected):
 FREE = ["copies", "views", "static", "all used", "flat SGD", "fp16", "torch's hook"]
 FREE += ["hook of a user"]
 FIRST = ["copies", "fp16", "hook of a user", "views", "unused", "sparse", "future made by hand"]
-FIRST += ["buffers", "weights", "side stream, PowerSGD", "side stream, lock step", "two streams"]
+FIRST += [
+    "buffers",
+    "weights",
+    "side stream, PowerSGD",
+    "side stream, virtual ranks",
+    "two streams",
+]
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else slow(n) for n in PROGRAMS])

@@ -23,6 +23,8 @@ REFUSED = {
     "--bucket-cap-mb auto --deterministic": "--bucket-cap-mb auto goes by the clock, which --det",
     "--virtual-ranks 2 --bucket-cap-mb auto": "--bucket-cap-mb auto cannot be used with",
     "--virtual-ranks 2 --compress bf16": "--compress cannot be used with --virtual-ranks: leave",
+    "--virtual-ranks 2 --sync-batch-norm": "--sync-batch-norm cannot be used with --virtual-ranks",
+    "--elastic --sync-batch-norm": "--sync-batch-norm cannot be used with --elastic: leave one",
     "--virtual-ranks 3": "--virtual-ranks must be a power of two, got 3",
     "--timeline-steps 2": "--timeline-steps is for --timeline, which is not given",
     "--powersgd-rank 2": "--powersgd-rank is for --compress powersgd, which is not given",

@@ -150,7 +150,7 @@ def contents(folder):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"sync_batch_norm": True},
+        {},
         slow({"model": "mlp", "precision": "fp16"}),
         slow({"optimizer": "adamw", "shard": "world"}),
     ],

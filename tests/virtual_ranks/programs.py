@@ -5,8 +5,8 @@ import hashlib
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,6 @@ class Program:
     dtype: torch.dtype = torch.float32
     autocast: bool = False
     large: bool = True  # the library treats these small gradients as it does large ones
-    in_lock_step: bool = False  # for batch norms, which are synchronised
 
     def model(self) -> nn.Module:
         torch.manual_seed(5)
@@ -112,26 +111,18 @@ PROGRAMS = {
     "branches, in views": Program(Branches, VIEWS | SMALL | UNUSED, accumulate=2),
     "16 bits": Program(cnn, SMALL, dtype=torch.bfloat16),
     "half": Program(cnn, dtype=torch.float16),
+    "static": Program(cnn, SMALL | {"static_graph": True}),
+    "checkpointed": Program(Checkpointed, SMALL | UNUSED),
+    "counting": Program(Counting),
+    "autocast": Program(cnn, autocast=True),
 }
-FIRST_TIER = [*PROGRAMS, "in lock step"]
-IN_LOCK_STEP = {
-    "in lock step": PROGRAMS["cnn"],
-    "in lock step, accumulated": PROGRAMS["cnn, accumulated, in views"],
-    "in lock step, branches": PROGRAMS["branches, in views"],
-    "in lock step, static": Program(cnn, SMALL | {"static_graph": True}),
-    "in lock step, checkpointed": Program(Checkpointed, SMALL | UNUSED),
-    "in lock step, counting": Program(Counting),
-    "in lock step, autocast": Program(cnn, autocast=True),
-}
-PROGRAMS |= {name: replace(each, in_lock_step=True) for name, each in IN_LOCK_STEP.items()}
+FIRST_TIER = [name for name in PROGRAMS if name not in ("static", "autocast")]
 
 
 class Training:
     def __init__(self, name: str, group: Any = None, **options: Any) -> None:
         program = self.program = PROGRAMS[name]
         self.model = program.model()
-        if program.in_lock_step:
-            ddp.convert_sync_batchnorm(self.model, group)
         options |= program.options
         with as_large() if program.large else nullcontext():
             self.reducer = ddp.Reducer(self.model, group, virtual_ranks=VIRTUAL_RANKS, **options)
@@ -140,9 +131,6 @@ class Training:
         self.optimizer = kind(self.model.parameters(), **program.settings, **own)
 
     def average(self, step: int) -> None:
-        if self.program.in_lock_step:
-            self.reducer.run_virtual_ranks(partial(self.run, step))
-            return
         for virtual_rank in self.reducer.virtual_rank_range:
             with self.reducer.virtual_rank(virtual_rank):
                 self.run(step, virtual_rank)
@@ -184,13 +172,6 @@ def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def assert_bits(expected: str, found: list[str], what: str = "") -> None:
     assert found == [expected] * len(found), what
-
-
-def of_one_process(ranks: Any, name: str) -> str:
-    """By definition; of a program in lock step, what one rank makes of it."""
-    if PROGRAMS[name].in_lock_step:
-        return str(ranks("gloo", 1)(trained, name)[0])
-    return by_definition(name)
 
 
 @cache

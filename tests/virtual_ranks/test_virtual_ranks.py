@@ -4,7 +4,6 @@ import os
 import re
 import signal
 from datetime import timedelta
-from functools import partial
 from itertools import product
 from unittest.mock import patch
 
@@ -24,7 +23,7 @@ from tests.virtual_ranks.programs import (
     VIRTUAL_RANKS,
     Training,
     assert_bits,
-    of_one_process,
+    by_definition,
     trained,
 )
 
@@ -37,7 +36,7 @@ def test_bits_are_those_of_one_process(ranks, crew):
     backend, world_size, *way = crew.split("-")
     for name in FIRST_TIER if crew in CREWS else PROGRAMS:
         found = ranks(backend, int(world_size))(trained, name, *way)
-        assert_bits(of_one_process(ranks, name), found, name)
+        assert_bits(by_definition(name), found, name)
 
 
 class Stop(Exception):
@@ -76,13 +75,13 @@ def repeated(world, name):
 
 
 REPEATED = ["cnn", "cnn, a flat optimizer", "branches, in views"]
-REPEATED += ["in lock step", "in lock step, counting"]
+REPEATED += ["counting"]
 
 
 @pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")])  # all ranks have as many virtual ranks
 @pytest.mark.parametrize("name", REPEATED)
 def test_a_step_that_failed_is_repeated(ranks, crew, name):
-    assert_bits(of_one_process(ranks, name), ranks(crew[:-2], 2)(repeated, name))
+    assert_bits(by_definition(name), ranks(crew[:-2], 2)(repeated, name))
 
 
 def kept(world, name):
@@ -101,14 +100,14 @@ def kept(world, name):
             training.reducer.run_virtual_ranks(run_until)
         counts.append(training.reducer.set_step(1, keep=True))
     # Ranks have 2, 3 and 3 virtual ranks, of which 0, 1 and 2 end. Then they have 1, 2 and 2.
-    assert counts == ([0, 0] if training.program.in_lock_step else [3, 5])
+    assert counts == [3, 5]
     return training.train(first=1)
 
 
 @pytest.mark.parametrize("crew", ["gloo-3", slow("mpi-3")])
 def test_what_ranks_have_finished_of_a_step_is_kept(ranks, crew):
     for name in FIRST_TIER:
-        assert_bits(of_one_process(ranks, name), ranks(crew[:-2], 3)(kept, name), name)
+        assert_bits(by_definition(name), ranks(crew[:-2], 3)(kept, name), name)
 
 
 def killed(world, name, rendezvous):
@@ -138,7 +137,7 @@ def test_a_rank_is_killed_and_the_others_repeat_the_step(ranks, tmp_path, name):
         found = crew(killed, name, str(tmp_path / "rendezvous"), dies=1)
     finally:
         crew.end()
-    assert_bits(of_one_process(ranks, name), found[::2])
+    assert_bits(by_definition(name), found[::2])
 
 
 X = torch.ones(1, 2)
@@ -149,8 +148,8 @@ def test_refusals(world):
     def make(model=None, **options):
         return ddp.Reducer(model or nn.Linear(2, 2), **{"virtual_ranks": 4} | options)
 
-    def norms(convert=ddp.convert_sync_batchnorm, *arguments):
-        return convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), *arguments)
+    def norms(convert=lambda model: model):
+        return convert(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
 
     def joined():
         with ddp.join(reducer):
@@ -159,16 +158,12 @@ def test_refusals(world):
     def hooked():
         reducer.register_comm_hook(None, ddp.comm_hooks.bf16_compress_hook)
 
-    group = dist.new_group()
     reducer, without = make(), ddp.Reducer(nn.Linear(2, 2))
-    in_lock_step, late = make(norms()), make(norms(lambda model: model))
-    ddp.convert_sync_batchnorm(late.module, group)
-    parameters, first = reducer.module.parameters(), reducer.virtual_rank_range[0]
-    torchs = norms(nn.SyncBatchNorm.convert_sync_batchnorm)
+    late, parameters = make(norms()), reducer.module.parameters()
+    ddp.convert_sync_batchnorm(late.module)
     weight = "cannot be used with weight() or join()"
     node = 'virtual_ranks=V has a sum of its own and cannot be used with SGD(shard="node")'
-    own = "needs the Reducer's process group"
-    fused = "fuse_wgrad cannot be used with virtual_ranks=V and synchronised batch norm"
+    synced = "synchronised batch norm cannot be used with virtual_ranks=V"
     for call, text in (
         (lambda: make(virtual_ranks=3), "virtual ranks must be a power of two, got 3"),
         (lambda: make(virtual_ranks=0), "virtual ranks must be a power of two, got 0"),
@@ -180,15 +175,12 @@ def test_refusals(world):
         (joined, weight),
         (hooked, "cannot be used with a comm"),
         (lambda: without.virtual_rank(0), "has no virtual ranks: make it with virtual_ranks"),
-        (lambda: make(torchs), "torch.nn.SyncBatchNorm cannot be"),
-        (lambda: make(norms(ddp.convert_sync_batchnorm, group)), own),
-        (lambda: late.run_virtual_ranks(print), own),
-        (lambda: make(norms(), fuse_wgrad=True), fused),
-        (in_lock_step.virtual_rank(first).__enter__, "use reducer.run_virtual_ranks(function)"),
+        (lambda: make(norms(ddp.convert_sync_batchnorm)), synced),
+        (lambda: make(norms(nn.SyncBatchNorm.convert_sync_batchnorm)), synced),
+        (lambda: late.run_virtual_ranks(print), synced),
     ):
         with pytest.raises((ValueError, RuntimeError), match=re.escape(text)):
             call()
-    dist.destroy_process_group(group)
 
 
 def test_each_mistake_has_its_error_and_the_next_step_is_right(alone):
@@ -246,49 +238,3 @@ def test_buckets_smaller_than_the_number_of_ranks_and_complex_ones(world):
             sum((parameter * (1 - 2j) * virtual_rank).sum().real for parameter in model).backward()
     found = [parameter.grad.tolist() for parameter in model]
     assert found == [[], [3.5], [3.5, 3.5], [3.5 + 7j] * 5]
-
-
-def network():
-    torch.manual_seed(3)
-    layers = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5), nn.BatchNorm1d(5)
-    return nn.Sequential(*layers, nn.Linear(5, 1)).double()
-
-
-@on("gloo-3")
-def test_a_step_is_that_of_one_process_with_the_whole_batch(world):
-    ours, whole = ddp.convert_sync_batchnorm(network()), network()
-    reducer = ddp.Reducer(ours, virtual_ranks=8)
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (ours, whole)]
-    for step in range(3):
-        x = torch.randn(24, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        reducer.run_virtual_ranks(
-            lambda virtual_rank, x=x: ours(x.chunk(8)[virtual_rank]).exp().mean().backward()
-        )
-        whole.zero_grad()
-        whole(x).exp().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(ours.state_dict(), whole.state_dict(), rtol=1e-10, atol=1e-10)
-
-
-def test_virtual_ranks_that_differ(alone):
-    model = nn.ModuleList(nn.BatchNorm1d(2) for _ in range(2))
-    ddp.convert_sync_batchnorm(model)
-    reducer = ddp.Reducer(model, virtual_ranks=4, find_unused_parameters=True)
-    assert "gloo" in repr(reducer)  # before the ranks have met
-
-    def run(virtual_rank, odd, width=2, twice=False):
-        outputs = model[0](torch.ones(3, width if virtual_rank == odd else 2))
-        (model[1](outputs) if virtual_rank == odd and width == 2 else outputs).sum().backward()
-        if twice and virtual_rank == odd:
-            model[0](torch.ones(3, 2))
-
-    differ = "virtual ranks of this rank differ in their synchronised batch norms"
-    for options, text in (
-        ({"odd": 0}, differ),
-        ({"odd": 0, "twice": True}, differ),
-        ({"odd": 3, "width": 3}, "running_mean should contain 3 elements not 2"),
-    ):
-        with pytest.raises(RuntimeError, match=text):
-            reducer.run_virtual_ranks(partial(run, **options))
-    reducer.run_virtual_ranks(partial(run, odd=None))
