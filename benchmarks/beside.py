@@ -13,7 +13,6 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.harness.launch import run_on_ranks
-from benchmarks.harness.report import write
-from benchmarks.ladder import parse, rows_of
+from benchmarks.ladder import parse, save
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.bench.contenders import (
     TORCH_BEST,
@@ -38,7 +36,6 @@ from ddp_from_scratch.bench.contenders import (
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.watch.recorder import BucketTimes, RankTimes, StepTimes, step_times
-from ddp_from_scratch.watch.render import draw_panels
 from ddp_from_scratch.watch.timeline import SKIP, Timeline
 from ddp_from_scratch.world.world import World
 
@@ -140,18 +137,12 @@ def measure(options: argparse.Namespace, world: World, model: str, title: str) -
 def report(
     options: argparse.Namespace, model: str, title: str, steps: Mapping[str, StepTimes]
 ) -> None:
-    panels = {}
-    for name, step in steps.items():
-        caption = f"{name}: {step.length:.1f} ms, waits {step.ranks[0].exposed:.1f} ms"
-        print(caption, flush=True)
-        panels[caption] = list(rows_of(step).items())
-    name = f"beside-{model}-gloo-{options.nproc}"
-    settings = {"benchmark": "beside", "model": model, "nproc": options.nproc}
-    samples = {name: asdict(step) for name, step in steps.items()}
-    write(name, title, samples, options.results, **settings)
-    path = options.results / f"{name}.png"
-    drawn = draw_panels(panels, path, title=f"{title}: rank 0's part of a step")
-    print(f"drawn to {path}" if drawn else "not drawn: there is no matplotlib", flush=True)
+    captions = [
+        f"{name}: {step.length:.1f} ms, waits {step.ranks[0].exposed:.1f} ms"
+        for name, step in steps.items()
+    ]
+    print("\n".join(captions), flush=True)
+    save("beside", options, model, title, steps, captions)
 
 
 if __name__ == "__main__":

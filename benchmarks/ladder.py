@@ -22,7 +22,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -109,15 +109,28 @@ def report(
     ]
     heads = ["ms of rank 0", "communication", "exposed", "for a late rank"]
     print(text_table(heads, rows), flush=True)
-    name = f"ladder-{model}-gloo-{options.nproc}"
-    settings = {"benchmark": "ladder", "model": model, "nproc": options.nproc}
-    samples = {rung: asdict(step) for rung, step in steps.items()}
+    captions = [
+        f"{CAPTIONS[rung]}: exposed {step.ranks[0].exposed:.1f} ms" for rung, step in steps.items()
+    ]
+    save("ladder", options, model, title, steps, captions)
+
+
+def save(
+    benchmark: str,
+    options: argparse.Namespace,
+    model: str,
+    title: str,
+    steps: Mapping[str, StepTimes],
+    captions: Sequence[str],
+) -> None:
+    """Writes the steps, and draws rank 0's part of each in a panel of its own."""
+    name = f"{benchmark}-{model}-gloo-{options.nproc}"
+    settings = {"benchmark": benchmark, "model": model, "nproc": options.nproc}
+    samples = {name: asdict(step) for name, step in steps.items()}
     write(name, title, samples, options.results, **settings)
     path = options.results / f"{name}.png"
-    panels = {
-        f"{CAPTIONS[rung]}: exposed {step.ranks[0].exposed:.1f} ms": list(rows_of(step).items())
-        for rung, step in steps.items()
-    }
+    rows = [list(rows_of(step).items()) for step in steps.values()]
+    panels = dict(zip(captions, rows, strict=True))
     drawn = draw_panels(panels, path, title=f"{title}: rank 0's part of a step")
     print(f"drawn to {path}" if drawn else "not drawn: there is no matplotlib", flush=True)
 

@@ -199,7 +199,7 @@ def _compared(run: Run, best: Samples, torch_ddp: Samples) -> str:
 
 def describe() -> dict[str, Any]:
     """Returns the processor, cores, memory, GPU, versions, and the measured commit."""
-    # Imported only here: what reads results, as `benchmarks.compare` does, starts without torch.
+    # Imported only here: `--help` of programs that import this file needs no torch.
     import torch
 
     from ddp_from_scratch.common import gpu
@@ -238,7 +238,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def content_of(title: str, samples: Any, **settings: Any) -> dict[str, Any]:
-    """Returns what `benchmarks.compare` compares: all samples, the settings, and the machine."""
+    """Returns the content of a file: all samples, the settings, and the machine."""
     return {
         "title": title,
         "when": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -1,17 +1,13 @@
 """What the benchmarks compute from samples, at numbers that one can work out by hand."""
 
-import json
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 
-from benchmarks import compare, overlap, step_time
+from benchmarks import overlap, step_time
 from benchmarks.harness.network import Result, check_crossed, limit_ms
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
 from ddp_from_scratch.bench.results import Run, Samples
-
-NOISE = np.random.default_rng(3)
 
 
 def test_overlap_is_the_share_of_the_average_that_backward_hides():
@@ -36,36 +32,6 @@ def test_step_time_draws_torchs_fastest_and_what_a_reader_chooses_from():
     shown = [name.replace(" on {}", "") for name in ours + more]
     assert [bar.name for bar in bars] == ["torch DDP, views", *shown]
     assert [bar.label for bar in bars] == ["1.00", *["0.80"] * 5]
-
-
-def result_file(path, times, slower_machine=1.0):
-    """A file of 40 rounds in which each contender takes its time, within 5 %."""
-    weather = slower_machine * (1 + 0.5 * NOISE.random(40))  # slows all contenders of a round
-    rows = [
-        {"name": name, "milliseconds": list(t * weather * (1 + 0.05 * NOISE.random(40)))}
-        for name, t in times.items()
-    ]
-    settings = {"benchmark": "step_time", "nproc": 2}
-    path.write_text(json.dumps({"settings": settings, "machine": {"cores": 2}, "samples": rows}))
-    return path
-
-
-def verdicts(old, new, **options):
-    old, new = compare.read(old), compare.read(new)
-    reference = compare.common_reference(old, new, None)
-    return {c.name: c.verdict for c in compare.compare(old, new, reference, **options)}
-
-
-def test_compare_tells_what_got_slower_and_faster_on_another_machine(tmp_path):
-    before = {NO_COMMUNICATION: 10, "a": 20, "b": 20, "c": 20, "gone": 5}
-    after = {NO_COMMUNICATION: 10, "a": 20, "b": 24, "c": 16, "new": 5}
-    old = result_file(tmp_path / "old.json", before)
-    new = result_file(tmp_path / "new.json", after, slower_machine=7.0)
-    assert verdicts(old, new) == {"a": "", "b": "slower", "c": "faster"}
-    assert verdicts(old, new, at_least=0.3) == {"a": "", "b": "", "c": ""}
-    same = {NO_COMMUNICATION: 10, **{f"contender {i}": 20 for i in range(8)}}
-    old, new = (result_file(tmp_path / f"{name}.json", same) for name in ("one", "two"))
-    assert set(verdicts(old, new).values()) == {""}  # nothing but noise
 
 
 def test_what_went_round_the_wire_or_too_fast_for_it_is_refused():
