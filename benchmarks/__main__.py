@@ -32,7 +32,7 @@ from typing import NoReturn
 import torch
 
 from benchmarks.harness import network
-from benchmarks.harness.options import make_parser
+from benchmarks.harness.report import make_parser
 from benchmarks.summary import summarise
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION, TORCH

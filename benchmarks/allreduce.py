@@ -8,15 +8,13 @@ Examples:
                                                        other collectives: gloo, mpi and mpi4py
 
 One MPI job holds all contenders, which take turns: gloo (a group beside the mpi group), mpi with
-an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is, a
-megabyte at a time, and with the allocator told to keep its pages (glibc). "mpi, alone" is the same
-call in a group of one rank, which meets no other: for small tensors the time of torch's and this
-library's Python. With a GPU for each rank nccl is measured, too. A turn is a single call from
-1 MB on, and up to 50 in a row below. The slowest rank counts.
+an ordinary tensor, mpi with a tensor from `mpi.empty`, and mpi4py's blocking Allreduce as it is and
+with the allocator told to keep its pages (glibc). With a GPU for each rank nccl is measured, too. A
+turn is a single call from 1 MB on, and up to 50 in a row below. The slowest rank counts.
 
 Bus bandwidth is that of nccl-tests: a factor x bytes / time. For the collectives that gather or
 scatter, bytes are those of all ranks' parts together. The factor is 2 (n - 1) / n for an
-all-reduce, 1 for a broadcast or a copy, and (n - 1) / n for the others. A group of one has none.
+all-reduce, 1 for a broadcast or a copy, and (n - 1) / n for the others.
 """
 
 import argparse
@@ -35,8 +33,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import draw_lines, write
+from benchmarks.harness.report import draw_curves, make_parser, write
 from ddp_from_scratch import UsageError, process_group, start_ranks
 from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.launch import environment
@@ -47,7 +44,6 @@ SIZES = [4**k for k in range(4, 14)]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 COPY = "memory copy"
 PLAIN = "mpi4py"
-ALONE = "mpi, alone"
 ALL_REDUCE = "all_reduce"
 # By collective, bus bandwidth as a multiple of bytes / time.
 FACTORS: dict[str, Callable[[int], float]] = {
@@ -124,47 +120,30 @@ def gloo() -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
 
 
-@cache
-def alone() -> dist.ProcessGroup:
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return cast(dist.ProcessGroup, groups[dist.get_rank()])
-
-
 def contenders_on_cpu(tensor: torch.Tensor) -> dict[str, Contender]:
     from ddp_from_scratch import mpi
     from ddp_from_scratch.backend.mpi_group import MPI
 
-    dtype, nbytes = tensor.dtype, tensor.nbytes
-    beside, of_one, other = gloo(), alone(), tensor.clone()
-    window = mpi.empty(tensor.numel(), dtype)
+    beside, other = gloo(), tensor.clone()
+    window = mpi.empty(tensor.numel(), tensor.dtype)
     window.zero_()  # also touches its pages, which exist only then
     contenders: dict[str, Contender] = {
         "gloo": Contender(lambda: dist.all_reduce(tensor, group=beside)),
         "mpi": Contender(lambda: dist.all_reduce(tensor)),
-        "mpi, async": Contender(lambda: dist.all_reduce(tensor, async_op=True).wait()),
         "mpi, window": Contender(lambda: dist.all_reduce(window)),
-        # A group of one meets no other rank, so this times torch's and this library's Python.
-        ALONE: Contender(lambda: dist.all_reduce(tensor, group=of_one)),
         COPY: Contender(lambda: other.copy_(tensor)),
     }
-    if dtype.itemsize > 2:  # MPI itself has no 16-bit floats
+    if tensor.itemsize > 2:  # MPI itself has no 16-bit floats
         flat, world = tensor.numpy(), MPI.COMM_WORLD
-        # Pieces stay in the cache, as in this library's own all-reduce.
-        pieces = np.array_split(flat, max(1, nbytes // 2**20))
 
         def plain() -> None:
             world.Allreduce(MPI.IN_PLACE, flat)
-
-        def in_pieces() -> None:
-            for piece in pieces:
-                world.Allreduce(MPI.IN_PLACE, piece)
 
         def keep_pages() -> None:
             set_thresholds(2**30)
             plain()  # untimed: leaves the pages that the next call finds
 
         contenders[PLAIN] = Contender(plain)
-        contenders["mpi4py, 1 MB at a time"] = Contender(in_pieces)
         if sys.platform.startswith("linux"):
             contenders["mpi4py, pages kept"] = Contender(
                 plain, before=keep_pages, after=lambda: set_thresholds(128 * 1024)
@@ -269,8 +248,7 @@ def report(
         row = [f"{nbytes:,}"]
         for name in names:
             bandwidth = bus_bandwidth(collective, name, ranks, nbytes, of_size[name])
-            speed = "" if bandwidth is None else f" {bandwidth:6.2f}"
-            row.append(f"{1e6 * float(np.median(of_size[name])):,.0f} us{speed}")
+            row.append(f"{1e6 * float(np.median(of_size[name])):,.0f} us {bandwidth:6.2f}")
         if "gloo" in names:
             row.append(f"{np.median(of_size[backend]) / np.median(of_size['gloo']):.2f}")
         rows.append(row)
@@ -286,17 +264,15 @@ def report(
     for nbytes, of_size in times.items():
         for contender, seconds in of_size.items():
             bandwidth = bus_bandwidth(collective, contender, ranks, nbytes, seconds)
-            if bandwidth is not None:
-                lines.setdefault(contender, []).append((nbytes, bandwidth))
-    draw_lines(name, title, ("bytes", "bus bandwidth, GB/s"), lines, folder)
+            lines.setdefault(contender, []).append((nbytes, bandwidth))
+    curves = {name: tuple(zip(*points, strict=True)) for name, points in lines.items()}
+    draw_curves(name, title, "bus bandwidth, GB/s", {"bytes": curves}, folder, scale="log")
 
 
 def bus_bandwidth(
     collective: str, name: str, ranks: int, nbytes: int, seconds: Sequence[float]
-) -> float | None:
-    """Returns GB/s for the median time; None for a group of one rank, which has no bus."""
-    if name == ALONE:
-        return None
+) -> float:
+    """Returns GB/s for the median time."""
     # The factor makes numbers of ranks comparable, by the bytes that a ring sends per element. A
     # copy has the memory's own speed.
     factor = 1.0 if name == COPY else FACTORS[collective](ranks)

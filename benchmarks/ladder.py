@@ -27,8 +27,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.harness.launch import add_common_options, run_on_ranks
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import write
+from benchmarks.harness.report import make_parser, write
 from benchmarks.timelines import record
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import text_table

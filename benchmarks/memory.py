@@ -32,8 +32,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from benchmarks.harness.launch import MODELS, add_common_options
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import Bar, draw_bars, write
+from benchmarks.harness.report import make_parser, write
 from ddp_from_scratch import UsageError, check_sync, process_group
 from ddp_from_scratch.bench.contenders import (
     CONTENDERS,
@@ -42,7 +41,6 @@ from ddp_from_scratch.bench.contenders import (
     TORCH,
     contenders,
 )
-from ddp_from_scratch.bench.results import kind as kind_of
 from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.bench.timing import check_distance, default_ranks, start
 from ddp_from_scratch.bench.workloads import WORKLOADS
@@ -110,14 +108,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace, backend: str, model: str) -> int:
-    """Starts ranks for each contender in turn; prints, writes and draws their memory.
-
-    Returns:
-        The exit code of the first rank that failed, or 0.
-
-    Raises:
-        RuntimeError: two contenders have trained to different parameters.
-    """
+    """Starts ranks for each contender in turn; returns the exit code of the first that failed."""
     optimizer = options.optimizer
     chosen = [
         s.name
@@ -153,21 +144,11 @@ def compare(options: argparse.Namespace, backend: str, model: str) -> int:
     settings["optimizer"] = optimizer
     file = f"memory-{model}-{backend}-{options.nproc}" + f"-{optimizer}" * (optimizer != "sgd")
     write(file, title, samples, options.results, **settings)
-    panels = {
-        "peak of a rank": [_bar(sample, "private") for sample in samples],
-        "peak of the node": [_bar(sample, "node") for sample in samples],
-    }
-    draw_bars(file, title, "MB", panels, options.results)
     return 0
 
 
 def _named(optimizer: str) -> str:
     return OPTIMIZERS[optimizer].name
-
-
-def _bar(sample: dict[str, Any], memory: str) -> Bar:
-    value = growth(sample, memory) / 1e6
-    return Bar(sample["name"], (value, value, value), kind_of(sample["name"]), f"{value:,.0f}")
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -32,8 +32,7 @@ from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
 from benchmarks.harness.launch import ON_CPU, add_common_options, parse_sweep, run_on_ranks
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import draw_curves, write
+from benchmarks.harness.report import draw_curves, make_parser, write
 from ddp_from_scratch.bench.contenders import Contender
 from ddp_from_scratch.bench.results import Samples, median_interval, text_table
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for, warm_up

@@ -33,8 +33,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.launch import add_common_options, parse_sweep, run_on_ranks
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import Bar, draw_bars, write
+from benchmarks.harness.report import make_parser, write
 from ddp_from_scratch import Reducer, UsageError
 from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,
@@ -53,7 +52,6 @@ from ddp_from_scratch.world.world import World
 
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
-PLAINLY = {DURING: "during backward", AT_END: "at backward's end"}
 BY_GLOO = "by gloo at its end"
 AUTO = "auto"
 VIEWS = {"gradient_as_bucket_view": True}
@@ -152,9 +150,8 @@ def report(
     count = len(samples[0].milliseconds)
     print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
     print(describe_auto(samples, chosen), flush=True)
-    file = f"overlap-{model}-{world.backend}-{world.world_size}"
     write(
-        file,
+        f"overlap-{model}-{world.backend}-{world.world_size}",
         title,
         [asdict(s) for s in samples],
         options.results,
@@ -165,35 +162,6 @@ def report(
         caps=options.cap,
         auto=chosen,
     )
-    draw_bars(
-        file,
-        f"a training step by bucket size: {title}",
-        "ms per step, fused SGD; a bar ends at the median, its line spans the quartiles,\n"
-        "the number is the ratio to torch DDP with buckets of the same size",
-        {
-            "right of the mark: communication that does not hide behind backward": bars(
-                samples, options.cap
-            )
-        },
-        options.results,
-        "the step without communication",
-    )
-
-
-def bars(samples: list[Samples], caps: list[float]) -> list[Bar]:
-    """Returns a bar per cap and contender, with a mark at a step without communication."""
-    by_name = {s.name: s for s in samples}
-    bare = by_name[NO_COMMUNICATION].quartiles
-    found = [Bar(NO_COMMUNICATION, bare, "reference")]
-    for cap in caps:
-        rival = by_name[_name(TORCH, cap)]
-        for way in (TORCH, AT_END, DURING):
-            s = by_name[_name(way, cap)]
-            whose = "torch" if way == TORCH else "ours"
-            name = f"{cap:g} MiB: torch DDP" if way == TORCH else f"Reducer, sends {PLAINLY[way]}"
-            ratio = f"{s.ratio_to(rival)[0]:.2f}"
-            found.append(Bar(name, s.quartiles, whose, ratio, bare[1], apart=way == TORCH))
-    return found
 
 
 def overlaps(samples: list[Samples], caps: list[float]) -> list[Overlap]:

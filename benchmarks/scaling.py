@@ -32,8 +32,7 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.harness.launch import backend_of_job
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import Bar, draw_bars, write
+from benchmarks.harness.report import Bar, draw_bars, make_parser, write
 from ddp_from_scratch import UsageError, process_group
 from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,

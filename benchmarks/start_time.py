@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import write
+from benchmarks.harness.report import make_parser, write
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import Samples, text_table
 from ddp_from_scratch.launch.environment import MOST_HERE, mpirun_command

@@ -41,8 +41,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import draw_progress, write
+from benchmarks.harness.report import draw_progress, make_parser, write
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.launch.environment import MOST_HERE

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import network
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import write
+from benchmarks.harness.report import make_parser, write
 from ddp_from_scratch import Reducer, UsageError, process_group
 from ddp_from_scratch.bench.contenders import ContenderSpec, contenders, reducer
 from ddp_from_scratch.bench.results import text_table

@@ -44,8 +44,7 @@ import ddp_from_scratch as ddp
 from benchmarks.harness import network
 from benchmarks.harness.launch import backend_of_job
 from benchmarks.harness.network import Meter, Result, check_crossed, gather_sent, limit_ms
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import Bar, draw_bars, write
+from benchmarks.harness.report import Bar, draw_bars, make_parser, write
 from benchmarks.harness.wire_contenders import (
     BF16,
     POWER_SGD,

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.launch import add_common_options, parse_sweep, run_on_ranks
-from benchmarks.harness.options import make_parser
-from benchmarks.harness.report import write
+from benchmarks.harness.report import make_parser, write
 from ddp_from_scratch import Reducer, UsageError, broadcast_parameters
 from ddp_from_scratch.bench.contenders import (
     OPTIMIZERS,

@@ -69,11 +69,7 @@ def parse_sweep(
 
 
 def backend_of_job(options: argparse.Namespace) -> str:
-    """Returns the backend for which this rank was started.
-
-    Raises:
-        UsageError: another launcher started it without a single --backend.
-    """
+    """Returns the backend for which this rank was started; a UsageError unless there is one."""
     if len(options.backend) != 1:
         raise UsageError(f"under a launcher --backend takes one, got {' '.join(options.backend)}")
     backend: str = options.backend[0]

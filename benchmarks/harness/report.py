@@ -1,5 +1,6 @@
-"""Files of a benchmark: samples and pictures."""
+"""What benchmarks share without torch: a parser, and files of samples and pictures."""
 
+import argparse
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,18 @@ _LEGEND = ("torch", "no communication", "this library")
 _LIMIT = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 13}
 
 
+def make_parser(name: str, text: str | None) -> argparse.ArgumentParser:
+    """Makes the parser of `python -m NAME`, whose help begins with `text`, with --results."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {name}",
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = "where JSON and PNG go (default: benchmarks/results)"
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help=text)
+    return parser
+
+
 @cache
 def _pyplot() -> Any:
     """Imported only to draw, since it takes a second. None without matplotlib, and says so."""
@@ -32,40 +45,22 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def draw_lines(
-    name: str,
-    title: str,
-    axes: tuple[str, str],
-    lines: Mapping[str, Sequence[tuple[float, float]]],
-    folder: Path,
-) -> None:
-    """Draws the file `name` with a line of points per label, on logarithmic axes."""
-    if (pyplot := _pyplot()) is None:
-        return
-    figure, plot = pyplot.subplots(figsize=(8, 5))
-    for number, (label, points) in enumerate(lines.items()):
-        style = "-" if number < 10 else "--"  # there are ten colours
-        plot.plot(*zip(*points, strict=True), style, marker="o", markersize=3, label=label)
-    plot.set(xscale="log", yscale="log", xlabel=axes[0], ylabel=axes[1], title=title)
-    plot.legend()
-    _save(name, figure, folder)
-
-
 def draw_curves(
     name: str,
     title: str,
     what: str,
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
     folder: Path,
+    scale: str = "linear",
 ) -> None:
     """Draws the file `name`: `what` over each panel's axis, with a curve per label."""
     if (pyplot := _pyplot()) is None:
         return
-    figure, plots = pyplot.subplots(1, len(panels), sharey=True, figsize=(10, 4))
+    figure, (plots,) = pyplot.subplots(1, len(panels), sharey=True, figsize=(10, 4), squeeze=False)
     for plot, (axis, curves) in zip(plots, panels.items(), strict=True):
         for label, (places, values) in curves.items():
             plot.plot(places, values, label=label)
-        plot.set(xlabel=axis)
+        plot.set(xlabel=axis, xscale=scale, yscale=scale)
     plots[0].set(ylabel=what)
     plots[0].legend()
     figure.suptitle(title)
