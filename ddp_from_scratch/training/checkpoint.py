@@ -195,7 +195,11 @@ def find_checkpoint(
     if saved != ours:
         hint = "give the --model and --dataset it was made with"
         raise UsageError(f"{path} holds {saved}, this run trains {ours}: {hint}")
-    settings.check_optimizer(state["settings"], path)
+    if (before := state["settings"]["optimizer"]) != settings.optimizer:
+        raise UsageError(
+            f"{path} holds the state of --optimizer {before}, this run has {settings.optimizer}: "
+            f"give --optimizer {before}"
+        )
     check_model(state, model, path)
     report.line(f"resuming from {path}: epoch {state['epoch'] + 1}, step {state['step']}")
     return state

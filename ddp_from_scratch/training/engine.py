@@ -24,7 +24,7 @@ from ddp_from_scratch.training.coordination import (
 from ddp_from_scratch.training.datasets import ImageData, Sample, StepSampler, make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
-from ddp_from_scratch.training.settings import AUTO, TIMELINE_STEPS, Settings
+from ddp_from_scratch.training.settings import AUTO, Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
@@ -73,7 +73,6 @@ class Engine:
         # lost rank cannot be asked for its own.
         self.totals: torch.Tensor = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.losses: LossWatch = LossWatch(world.rank, world.device)
-        self.reported_loss = False
         self.saved_as: Path | None = None
         # When this rank left the last group and when it joined the next; None once reported.
         self.regrouped: tuple[float, float, int] | None = None
@@ -162,8 +161,7 @@ class Engine:
             self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
         self.timeline: Timeline | None = None
         if settings.timeline is not None:
-            steps = settings.timeline_steps or TIMELINE_STEPS
-            self.timeline = Timeline(self.reducer, settings.timeline, steps)
+            self.timeline = Timeline(self.reducer, settings.timeline)
         # The scaler checks the averages, so an overflow on one rank makes all skip the step.
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(world.device.type, enabled=scales)
 

@@ -214,19 +214,13 @@ class Trainer(Engine):
     def _answer(self, stop: StopSignal) -> int:
         """Ends an exchange and acts on its loss; returns the number of the signal, or 0."""
         number, not_finite, is_over = stop.answer()
-        if not_finite and not self.reported_loss:
-            self.reported_loss = True
-            place = place_of(not_finite, self.sampler.steps_per_epoch)
-            if self.settings.stop_on_nan:
-                self.metrics.close()
-                # All ranks raise in the same step, so only rank 0 reports.
-                error = UsageError if self.world.rank == 0 else PeerError
-                raise error(
-                    f"the loss is not finite {place}: a smaller --lr may help; --resume auto "
-                    f"continues from the last checkpoint, --no-stop-on-nan ignores it"
-                )
-            self.report.warning(
-                f"the loss is not finite {place}; continuing, as --no-stop-on-nan says"
+        if not_finite:
+            self.metrics.close()
+            # All ranks raise in the same step, so only rank 0 reports.
+            error = UsageError if self.world.rank == 0 else PeerError
+            raise error(
+                f"the loss is not finite {place_of(not_finite, self.sampler.steps_per_epoch)}: a "
+                f"smaller --lr may help; --resume auto continues from the last checkpoint"
             )
         if is_over and not number:
             raise CommunicationError("the membership has changed")

@@ -63,7 +63,7 @@ def make_parser(program: Sequence[str] = ("run.py",)) -> argparse.ArgumentParser
         if not one.metadata:  # a field of `Command` that is no option
             continue
         text, how = one.metadata["help"], one.metadata["how"]
-        if isinstance(one.default, bool) and not how:
+        if isinstance(one.default, bool):
             how = {"action": "store_false" if one.default else "store_true", "dest": one.name}
         elif one.default is not None:
             text += f" (default: {one.default})"

@@ -4,7 +4,7 @@ Does not import torch, so --help and mistakes are answered at once.
 """
 
 import math
-from argparse import ArgumentTypeError, BooleanOptionalAction
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -26,7 +26,6 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "adamw": {"lr": 1e-3, "weight_decay": 1e-2},
     "muon": {"lr": 5e-3, "weight_decay": 1e-2, "momentum": 0.95},
 }
-TIMELINE_STEPS = 5
 MAX_RESTARTS = 3
 # Settings that may differ between ranks: they concern one machine, or the output of rank 0.
 _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
@@ -194,11 +193,6 @@ class Settings:
         **_SEED,
     )
     deterministic: bool = _training("only algorithms that repeat exactly", False)
-    stop_on_nan: bool = _training(
-        "end all ranks where a loss is not finite, and save nothing of it; else it is only said",
-        True,
-        action=BooleanOptionalAction,
-    )
     bucket_cap_mb: float | str | None = _synchronisation(
         "size in MiB at which a bucket of gradients is sent; 0: one for each parameter; inf: one "
         "for all; auto: what is fastest in the first steps, during backward or after it (default: "
@@ -246,7 +240,6 @@ class Settings:
         "record some steps of all ranks, print one, and write a page and a picture there",
         **_FOLDER,
     )
-    timeline_steps: int | None = _kept(f"steps to record (default: {TIMELINE_STEPS})", **_COUNT)
     stragglers: int | None = _kept(
         "every N steps name the rank that the others wait for: how often, how long and in which "
         "phase; --log-dir gets the same as scalars, with throughput and exposed communication",
@@ -292,8 +285,6 @@ class Settings:
             object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
         elif self.powersgd_rank is not None:
             raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
-        if self.timeline_steps is not None and self.timeline is None:
-            raise UsageError("--timeline-steps is for --timeline, which is not given")
         if not self.elastic and self.max_restarts is not None:
             raise UsageError("--max-restarts is for --elastic, which is not given")
         if self.elastic and self.backend != "gloo":
@@ -346,15 +337,6 @@ class Settings:
         warmup = max(1, min(5 * steps_per_epoch, self.epochs * steps_per_epoch // 2))
         return self.lr * (1 + (scale - 1) * min(1.0, (step + 1) / warmup))
 
-    def check_optimizer(self, saved: dict[str, Any], path: Path) -> None:
-        """Raises a UsageError unless a checkpoint's optimizer is this one."""
-        before = saved.get("optimizer", "sgd")  # as in checkpoints from before the option
-        if before != self.optimizer:
-            raise UsageError(
-                f"{path} holds the state of --optimizer {before}, this run has "
-                f"{self.optimizer}: give --optimizer {before}"
-            )
-
     def to_compare(self) -> dict[str, str]:
         """Returns the options that must be equal on all ranks, with their values."""
         values = vars(self) | {name: not getattr(self, name) for name in _SWITCHED_OFF}
@@ -377,8 +359,8 @@ class Settings:
         """Lists the differences from a checkpoint's settings that matter, as "lr 0.1 -> 0.2"."""
         # None of these changes the bits of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
-        indifferent |= {"log_dir", "check_sync", "stall_after", "stop_on_nan", "quiet"}
-        indifferent |= {"timeline", "timeline_steps", "stragglers", "elastic", "max_restarts"}
+        indifferent |= {"log_dir", "check_sync", "stall_after", "quiet"}
+        indifferent |= {"timeline", "stragglers", "elastic", "max_restarts"}
         # With `scale_lr` the length of the run determines the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")

@@ -17,7 +17,7 @@ RUNS = {
     "PowerSGD": {"compress": "powersgd", "model": "mlp"},
     "auto": {"bucket_cap_mb": "auto", "model": "mlp"},
     "virtual_ranks": {"virtual_ranks": 4, "batch_size": 64},
-    "timeline": {"timeline": "timeline", "timeline_steps": 2, "model": "mlp"},
+    "timeline": {"timeline": "timeline", "model": "mlp"},
     "stragglers": {"stragglers": 2, "check_sync": 2, "model": "mlp"},
     "accumulated": {"accumulate": 2, "model": "mlp", "overlap": False},
 }

@@ -26,7 +26,6 @@ REFUSED = {
     "--virtual-ranks 2 --sync-batch-norm": "--sync-batch-norm cannot be used with --virtual-ranks",
     "--elastic --sync-batch-norm": "--sync-batch-norm cannot be used with --elastic: leave one",
     "--virtual-ranks 3": "--virtual-ranks must be a power of two, got 3",
-    "--timeline-steps 2": "--timeline-steps is for --timeline, which is not given",
     "--powersgd-rank 2": "--powersgd-rank is for --compress powersgd, which is not given",
     f"--seed {2**62}": f"--seed must be 0 to 2**62 - 1, got {2**62}",
     "--resume auto": "--resume auto looks into --checkpoint-dir, which is not given",
@@ -82,10 +81,10 @@ def test_options_reach_their_settings():
     settings, options = parse([])
     assert settings == parse(["train"])[0] == Settings()
     assert (options.command, options.nproc, options.node_rank) == ("train", None, None)
-    given = "--data-dir d --lr 0.5 --seed=7 --check-sync 5 --quiet --no-overlap --no-stop-on-nan"
+    given = "--data-dir d --lr 0.5 --seed=7 --check-sync 5 --quiet --no-overlap"
     given += " --bucket-cap-mb inf --nproc 8,2 --node-rank 1 --master-addr h --master-port 1"
     settings, options = parse(given.split())
-    switches = {"quiet": True, "overlap": False, "stop_on_nan": False}
+    switches = {"quiet": True, "overlap": False}
     numbers = {"lr": 0.5, "seed": 7, "check_sync": 5, "bucket_cap_mb": math.inf}
     assert settings == Settings(data_dir=Path("d"), **numbers, **switches)
     assert (options.nproc, options.node_rank) == ("8,2", 1)

@@ -30,7 +30,7 @@ def trained(tmp_path_factory):
     """A run of two ranks, with all that it can leave, its result, and the folder."""
     folder = tmp_path_factory.mktemp("trained")
     kept = ["--checkpoint-dir", f"{folder}/checkpoints", "--log-dir", f"{folder}/logs"]
-    kept += ["--timeline", f"{folder}/timeline", "--timeline-steps", "2", "--stragglers", "10"]
+    kept += ["--timeline", f"{folder}/timeline", "--stragglers", "10"]
     with Run(sys.executable, RUN_PY, *ONE_EPOCH, *kept) as run:
         yield run, result_of(run), folder
 

@@ -24,7 +24,6 @@ OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
 DIFFERENT = {
     "lr": (0.1, "--lr is 0.05 on rank 0 and 0.1"),
     "bucket_cap_mb": ("auto", "--bucket-cap-mb is not given on rank 0 and auto"),
-    "stop_on_nan": (False, "--stop-on-nan is given on rank 0 and not given"),
     "overlap": (False, "--no-overlap is not given on rank 0 and given"),
     "resume": ("x.pt", "--resume is not given on rank 0 and given"),
 }
