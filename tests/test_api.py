@@ -1,4 +1,4 @@
-"""What the package promises to the outside, and that its rooms stay apart: CONTRIBUTING.md."""
+"""What the package promises to the outside, and that its folders stay apart: CONTRIBUTING.md."""
 
 import ast
 import inspect
@@ -14,7 +14,7 @@ PACKAGE = Path(ddp.__file__).parent
 MODULES = sorted(PACKAGE.rglob("*.py"))
 OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 
-# The rooms from the bottom up, and for each the rooms below that it may import.
+# The folders from the bottom up, and for each the folders below that it may import.
 ROOMS = {
     room: set(below.split())
     for room, below in {
@@ -138,16 +138,16 @@ def test_imports_point_down_and_never_outside():
     assert {path.stem.split("_")[0] for path in of_mpi if room_of(path) == "backend"} == {"mpi"}
 
 
-def test_the_house_in_the_guide_has_every_room_above_what_it_imports():
-    house = (PACKAGE.parent / "docs/how-it-works.md").read_text().partition("## The house")[2]
-    lines = re.findall(r"^    ([a-z_, ]+?)  ", house.partition("\n## ")[0], re.MULTILINE)
+def test_the_layers_in_the_guide_have_every_room_above_what_it_imports():
+    layers = (PACKAGE.parent / "docs/how-it-works.md").read_text().partition("## Layers")[2]
+    lines = re.findall(r"^    ([a-z_, ]+?)  ", layers.partition("\n## ")[0], re.MULTILINE)
     floor = {room: number for number, line in enumerate(lines) for room in line.split(", ")}
     assert floor.keys() == ROOMS.keys()
     assert not [(a, b) for a, below in ROOMS.items() for b in below if floor[b] <= floor[a]]
 
 
 def test_no_import_goes_round_in_a_circle():
-    """Between modules, those of one room too; the packages' `__init__.py` aside."""
+    """Between modules, those of one folder too; the packages' `__init__.py` aside."""
     names = {
         ".".join(["ddp_from_scratch", *path.relative_to(PACKAGE).with_suffix("").parts]): path
         for path in MODULES
@@ -163,7 +163,7 @@ def test_no_import_goes_round_in_a_circle():
 def test_the_package_is_as_short_as_it_was():
     lines = [path.read_text().count("\n") for path in MODULES]
     assert (len(lines) <= 96, sum(lines) <= 18_351, max(lines) <= 400) == (True,) * 3
-    assert (len(ROOMS), sum(map(len, ROOMS.values()))) == (16, 58)  # rooms, and arrows between them
+    assert (len(ROOMS), sum(map(len, ROOMS.values()))) == (16, 58)  # folders, and arrows between them
 
 
 @on("gloo-2")

@@ -123,14 +123,12 @@ def _files(folders: Iterable[str], *endings: str) -> list[str]:
 
 
 def _inside() -> str:
-    """The page above the rooms, for those who change the code."""
+    """The page above the folders, for those who change the code."""
     rows = [f"- [{room.name}]({room.name}/README.md): {_first_line(room)}" for room in ROOMS]
     alone = sorted(path for path in PACKAGE.glob("*.py") if path.name[:2] != "__")
     rows += [f"- [{path.name}]({path.name}.md): {_first_line(path)}" for path in alone]
-    text = (
-        "The folders of the package, for those who change it. [The house](../docs/how-it-works.md"
-    )
-    text += "#the-house) says which imports which. Programs need only [the API](../api/README.md)."
+    text = "The folders of the package, for those who change it. [Layers](../docs/how-it-works.md"
+    text += "#layers) shows which imports which. Programs need only [the API](../api/README.md)."
     return "\n".join(["# Inside the package\n", f"{text}\n", *rows, ""])
 
 

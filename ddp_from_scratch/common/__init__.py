@@ -1,1 +1,1 @@
-"""Errors, GPUs, process groups and memory: what every room uses."""
+"""Errors, GPUs, process groups and memory: what every other folder uses."""
