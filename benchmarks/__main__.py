@@ -161,7 +161,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "name", nargs="*", default=names, help=f"of {', '.join(names)} (default: all)"
     )
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--quick", action="store_true", help="rough numbers, soon")
+    size.add_argument("--quick", action="store_true", help="rough numbers, quickly")
     size.add_argument("--full", action="store_true", help="the whole sweep")
     options = parser.parse_args(arguments)
     unknown = [name for name in options.name if name not in names]

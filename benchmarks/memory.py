@@ -12,7 +12,7 @@ take six steps while a thread reads /proc/self/smaps_rollup every 5 ms:
     rank    Private_Dirty: memory of this process alone, without files that it only reads
     node    the sum over ranks of Pss_Anon and Pss_Shmem, which counts shared memory once
 
-Both are increases since before the model was made, since Python, torch and MPI are the same for
+Both are increases since before the model was made, as Python, torch and MPI are the same for
 all. The peak is over the whole run, whose first steps rebuild the buckets; "steady" is over the
 last three steps. "x" counts multiples of the parameters; with SGD, parameters, gradients and
 momentum take at least 3. With nccl, the numbers are torch's count of GPU memory.

@@ -5,11 +5,11 @@ Examples:
     python -m benchmarks.optimizers --nproc 4 --backend gloo
     python -m benchmarks.optimizers --quick      gloo alone, few steps
 
-First `step()` alone, with the same gradients on all ranks: `ddp.Muon`, which divides the matrices
+First it times `step()` with the same gradients on all ranks: `ddp.Muon`, which divides the matrices
 of linear layers over the ranks, beside torch.optim.Muon on every rank, both with fused AdamW for
 all else and products of bfloat16, and the same bits. They take turns in each round. Each median has
 a 95 % bootstrap interval; ratios are to torch's, round by round, of the slowest rank. With more
-ranks than cores, the CPU time of a rank says what a step takes where each rank has a core.
+ranks than cores, the CPU time of a rank shows what a step takes if each rank has a core.
 
 Then a small GPT (`examples/gpt.py`, which names the learning rates) learns Python's documentation
 letter by letter, with each optimizer in turn. Draws the mean loss of all ranks by steps and by

@@ -10,7 +10,7 @@ one that launches them at its end, and torch's DDP. All use gradients as bucket 
 buffers, so they differ in nothing else. With `alone`, a step without communication:
 
     communication  =  at its end - alone               to be hidden
-    exposed        =  during backward - alone          by so much the step is longer
+    exposed        =  during backward - alone          the step is longer by this
     hidden share   =  1 - exposed / communication      1: all of it; 0: none
 
 Each is a median over rounds; the share has a 95 % bootstrap interval. The share is negative if
@@ -19,7 +19,7 @@ cannot launch at the end, so its communication is that of a Reducer with the sam
 one without shared memory. The best cap is the one with the shortest step.
 
 Below the table is the cap that bucket_cap_mb="auto" chooses, timed in the same rounds. It is chosen
-in a separate training before, since "auto" times whole steps, which here contain all contenders'.
+in a separate training run, since "auto" times whole steps, which here contain all contenders'.
 """
 
 import argparse

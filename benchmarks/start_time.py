@@ -1,4 +1,4 @@
-"""python -m benchmarks.start_time: measures the way from a command to the end of one epoch.
+"""python -m benchmarks.start_time: measures the time from a command to the end of one epoch.
 
 Examples:
     python -m benchmarks.start_time                 1, 2, 8 and 16 ranks, 5 rounds

@@ -129,7 +129,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=150, help="(default: 150)")
     parser.add_argument("--seed", type=int, default=0, help="of the kills (default: 0)")
     parser.add_argument(
-        "--no-torchrun", dest="torchrun", action="store_false", help="leave the rival out"
+        "--no-torchrun", dest="torchrun", action="store_false", help="leave torchrun out"
     )
     options = parser.parse_args(arguments)
     if not 1 <= options.nproc <= MOST_HERE or min(options.kills, options.epochs) < 1:

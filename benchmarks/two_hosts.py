@@ -20,7 +20,7 @@ group. How to read the table:
                x is that as a multiple of what must cross. A flat ring of 2 ranks on each of 2 hosts
                (gloo) sends 1.5 N over the wire, sums taken in each host first (mpi) send N.
 
-TCP, IP and Ethernet headers take 4 % of the wire's speed. It rejects impossible results:
+TCP, IP and Ethernet headers take 4 % of the wire's speed. The program rejects impossible results:
 fewer bytes on the interface than must cross, or more than its speed lets through.
 Ranks that compute on this machine's few cores compute at the same time as they communicate: on slow
 wires (1 Gbit/s and less) that costs little, at 10 Gbit/s the processor is the limit. torch's

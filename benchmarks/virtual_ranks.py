@@ -8,7 +8,7 @@ Examples:
 A step on the same global batch, in the same rounds: an ordinary Reducer, on gloo also one without
 shared memory, and Reducers with as many virtual ranks as ranks, twice and eight times as many. Each
 median has a 95 % bootstrap interval; ratios are to the ordinary Reducer, round by round. More
-virtual ranks take more and smaller kernels, and adding up.
+virtual ranks take more and smaller kernels, and more sums.
 """
 
 import argparse

@@ -41,7 +41,7 @@ class Reducer(CoreReducer):
     `CoreReducer` describes a step. This class turns options into extensions.
 
     Args:
-        module: its parameters with `requires_grad` are averaged. All ranks must hold the same ones.
+        module: the gradients of its parameters are averaged. All ranks must hold the same model.
         process_group: the ranks that take part; None means all.
         bucket_cap_mb: size in MiB at which a bucket is closed. 0 makes one bucket for each
             parameter, `inf` one for all; None and a sequence: see `bucket_caps`. "auto" tries
@@ -65,12 +65,12 @@ class Reducer(CoreReducer):
         fuse_wgrad: compute the gradients of large linear layers and embeddings directly into their
             buckets (`FusedWgrad`). CPU only. Implies `gradient_as_bucket_view`.
         ignore: names of parameters and buffers that are not synchronised.
-        check_every: run `check_sync` in every so many averages, also on the state of optimizers
+        check_every: N: run `check_sync` in every Nth average, also on the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
             then in the first average and in every hundredth.
         stall_after: seconds after which a waiting step is reported, with the ranks that it waits
             for (`watch/stall.py`). None means never.
-        straggler_every: in every so many averages, print on rank 0 which rank the others waited
+        straggler_every: N: in every Nth average, print on rank 0 which rank the others waited
             for (`watch/stragglers.py`). None means never.
         ready_order: an earlier run's `ready_order`. The first layout uses it, so that sums have the
             same bits.
@@ -78,7 +78,7 @@ class Reducer(CoreReducer):
             Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
             (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
             `broadcast_buffers`; buckets keep their layout.
-        reduce: "sum" adds the ranks' gradients up and divides nothing. Every `.grad` is summed as a
+        reduce: "sum" sums the ranks' gradients without dividing. Every `.grad` is summed as a
             whole, so set it to None or zero after each step; what an earlier sum left there would
             be summed again. Not with a comm hook or virtual ranks.
         check_finite: raise on every rank if a gradient is not finite before it is averaged, and
@@ -238,7 +238,7 @@ class Reducer(CoreReducer):
         one bucket is in flight at a time. Raises a RuntimeError while a backward pass is running;
         see also `BucketTuning.check_hook`.
         """
-        self._check_idle("a comm hook cannot be registered while gradients are under way")
+        self._check_idle("a comm hook cannot be registered while gradients wait for their average")
         if (tuning := self.extension(BucketTuning)) is not None:
             tuning.check_hook(hook)
         self.check_free("a comm hook")
@@ -253,7 +253,7 @@ class Reducer(CoreReducer):
         An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while
         gradients are ready but not averaged.
         """
-        self._check_idle("gradients that are under way cannot move into their buckets")
+        self._check_idle("gradients that wait for their average cannot move into their buckets")
         if self.extension(Views) is None:
             self.add_extension(Views())
 
@@ -319,7 +319,7 @@ class Reducer(CoreReducer):
             RuntimeError: inside `join()`; or the amounts differ with synchronised batch norm.
         """
         if self.joining:
-            raise RuntimeError("weight() cannot be used inside join(), which weighs ranks itself")
+            raise RuntimeError("weight() cannot be used inside join(), which weights ranks itself")
         weight = self.agree_weight(amount)
         if sync_batch_norms(self.module):
             weight.check_equal()

@@ -3,7 +3,7 @@
     mpirun -n 2 python examples/accelerate_mpi.py
 
 The import of `ddp_from_scratch.mpi` registers the backend; accelerate then finds it by itself.
-Nothing else of the program is for MPI.
+Nothing else in the program is specific to MPI.
 """
 
 import argparse

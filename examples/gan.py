@@ -4,7 +4,7 @@
     mpirun -n 2 python examples/gan.py --backend mpi            on MPI
 
 The generator learns to make points on a circle. Its loss leaves gradients in the discriminator,
-too. Nobody steps on them, so `no_sync()` keeps them from being averaged.
+too. No optimizer uses them, so `no_sync()` keeps them from being averaged.
 """
 
 import argparse

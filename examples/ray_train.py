@@ -1,4 +1,4 @@
-"""Ray Train: its TorchTrainer starts two workers and their group, the Reducer averages.
+"""Ray Train: its TorchTrainer starts two workers and their group; the Reducer averages.
 
 python examples/ray_train.py
 """

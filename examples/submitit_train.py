@@ -1,4 +1,4 @@
-"""submitit: a Slurm job from Python, which comes back with each rank's result.
+"""submitit: a Slurm job from Python, which returns each rank's result.
 
 python examples/submitit_train.py --cluster local
 python examples/submitit_train.py --cluster slurm --nodes 2 --ranks 4

@@ -173,7 +173,7 @@ class CheckedBarrier:
     def break_off(self, error: BaseException) -> None:
         """Gives up the group after an error in an operation, which other ranks cannot finish."""
         if self._failure is None:
-            self._give_up(f"a call was left with {error!r}")
+            self._give_up(f"a call was interrupted by {error!r}")
 
     def fail(self, text: str) -> CommunicationError:
         """Returns the error to raise where all ranks fail; each later `meet` raises it again."""
@@ -256,7 +256,7 @@ class CheckedBarrier:
         # Not at once: a rank that leaves after the same step may already have left.
         if time.monotonic() > self._since + _CHECK_EVERY and self._is_broken():
             raise self._give_up("a rank of the group was lost")
-        # Else wait for the deadline, whose error names the ranks that have not come to the meeting.
+        # Else wait for the deadline, whose error names the ranks that have not arrived.
         if not self._behind(self._memory.arrived, self._met_at):
             self._check_given_up()
 
@@ -279,7 +279,7 @@ class CheckedBarrier:
 
 
 def _lost_text(ranks: set[int]) -> str:
-    return f"{name_ranks(sorted(ranks))} ended without coming to it"
+    return f"{name_ranks(sorted(ranks))} ended without reaching it"
 
 
 _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()

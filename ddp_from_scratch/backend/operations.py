@@ -52,7 +52,7 @@ def check_memory(
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
         raise RuntimeError(f"{kind} on the {backend} backend cannot be traced: {_INSTEAD}")
     for tensor in (*tensors, *written):
-        needed, found = "a tensor with numbers in memory", ""
+        needed, found = "a tensor with data in memory", ""
         if torch._C._dispatch_keys(tensor).raw_repr() & _TRANSFORMED:
             found = f"a {type(tensor).__name__} that stands for others: {_INSTEAD}"
         elif torch._C._dispatch_keys(tensor).raw_repr() & _LAZY:
@@ -67,7 +67,7 @@ def check_memory(
         if not tensor.is_contiguous() and torch._debug_has_internal_overlap(tensor) == _OVERLAPS:
             raise RuntimeError(
                 f"{kind} on the {backend} backend writes to its tensor, and several elements of "
-                f"this one are one place in memory (shape {tuple(tensor.shape)}, strides "
+                f"this one share one place in memory (shape {tuple(tensor.shape)}, strides "
                 f"{tensor.stride()}), as after expand(): call contiguous() first"
             )
 

@@ -124,7 +124,7 @@ class GlooTransport:
             # Usually rank 0 ended, which hosts the store: its connections close just before that.
             time.sleep(0.1)
             ended = name_ranks(self.processes.ended()) or "the process that keeps the store"
-            raise CommunicationError(f"{ended} ended without coming to it") from error
+            raise CommunicationError(f"{ended} ended without reaching it") from error
 
     def _await(self, keys: list[str]) -> None:
         deadline, is_broken = time.monotonic() + self.timeout.total_seconds(), failure_detector()
@@ -141,7 +141,7 @@ class GlooTransport:
                     if not self.store.check([key])
                 ]
                 if gone := [rank for rank in missing if rank in ended]:
-                    raise CommunicationError(f"{name_ranks(gone)} ended without coming to it")
+                    raise CommunicationError(f"{name_ranks(gone)} ended without reaching it")
                 if missing and expired:
                     raise CommunicationError(
                         f"the timeout of {self.timeout.total_seconds():g} s passed without "

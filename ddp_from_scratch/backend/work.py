@@ -82,7 +82,7 @@ class NodeWork(dist.Work):
             elif time.monotonic() - began >= limit:
                 raise CommunicationError(
                     f"{self._name()} did not end within {limit:g} s: "
-                    f"{self._barrier.missing_names} did not come"
+                    f"{self._barrier.missing_names} did not arrive"
                 )
             else:
                 self._barrier.progress()

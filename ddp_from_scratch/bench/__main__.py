@@ -22,7 +22,7 @@ How to read the table:
     torch DDP          torch's class in several settings; ratios are to the fastest on gloo (nccl)
     Reducer            this library's hooks, with torch's optimizer
     ddp.SGD            this library's optimizer, on the Reducer's flat buckets
-    shard=world        each rank updates its share of the parameters, and has the state of that
+    shard=world        each rank updates its share of the parameters, and keeps that share's state
     shard=node         the same, with one copy of parameters and state per machine
     fuse_wgrad         gradients of linear layers and embeddings are computed in their buckets
     on gloo, mpi, node the process group's backend; node is shared memory beside gloo
@@ -98,12 +98,12 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     names = [spec.name for spec in CONTENDERS[1:]]
     models = f"{', '.join(WORKLOADS)}, any classifier of torchvision, or FILE.py:FUNCTION"
     add("--model", nargs="+", default=["mlp"], metavar="M", help=f"{models} (default: mlp)")
-    text = f"of one table (default here: {' '.join(backends)})"
+    text = f"backends in one table (default here: {' '.join(backends)})"
     add("--backend", nargs="+", choices=("gloo", "mpi", "nccl"), default=backends, help=text)
     text = f"ranks (default: {ranks})"
     add("--nproc", type=int, nargs="+", default=[ranks], metavar="N", help=text)
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
-    text = "of running (default: interleaved)"
+    text = "how contenders run (default: interleaved)"
     add("--way", nargs="+", choices=WAYS, default=["interleaved"], help=text)
     text = f"only these beside torch's DDP on gloo and no communication, of: {'; '.join(names)}"
     add("--contender", nargs="+", choices=names, metavar="NAME", help=text)
@@ -156,7 +156,7 @@ def report(job: Job, content: Content, results: Path | None) -> Run:
 def _under_launcher(options: argparse.Namespace) -> int:
     """Runs this rank's part of one table, under torchrun, srun or mpirun."""
     if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
-        raise UsageError("under a launcher --model and --backend take one, and --way none")
+        raise UsageError("under a launcher give one --model, one --backend and no --way")
     job = _job(options, options.model[0], environment.started() or 1)
     content = measure(job)
     if content is not None:

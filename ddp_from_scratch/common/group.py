@@ -33,7 +33,7 @@ def check_group(process_group: Any) -> dist.ProcessGroup:
         process_group = dist.group.WORLD
         if process_group is None:
             raise RuntimeError(
-                "no process group is open: open one before, with ddp.process_group(backend) or "
+                "no process group is open: open one first, with ddp.process_group(backend) or "
                 "torch.distributed.init_process_group(backend)"
             )
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -41,7 +41,7 @@ def check_group(process_group: Any) -> dist.ProcessGroup:
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
             f"process_group must be a torch.distributed.ProcessGroup or None, got "
-            f"{type(process_group).__name__}; what comes behind it is given by name"
+            f"{type(process_group).__name__}; pass later arguments by keyword"
         )
     if dist.get_rank(process_group) < 0:
         raise ValueError(_NOT_A_MEMBER)

@@ -206,7 +206,7 @@ class Bucket:
     def _gone(self, parameter: torch.Tensor) -> RuntimeError:
         return RuntimeError(
             f"the gradient of a parameter of shape {tuple(parameter.shape)} was set to None after "
-            f"it was counted in and before it was averaged"
+            f"it was marked ready and before it was averaged"
         )
 
     def _copy_strided(

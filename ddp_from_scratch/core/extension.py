@@ -15,33 +15,33 @@ class Extension:
     A Reducer calls only methods that a class overrides, so an option costs nothing in the other
     phases. Extensions are called in the order in which they were added.
 
-    - layout: `on_layout` comes when buckets, extensions or `ready_order` have changed.
-    - forward: `on_forward` and `on_forwarded` come around each forward pass of the module, with or
-      without gradients.
+    - layout: `on_layout` is called when buckets, extensions or `ready_order` have changed.
+    - forward: `on_forward` and `on_forwarded` are called before and after each forward pass of the
+      module, with or without gradients.
     - ready: `on_gradient` says that a parameter has its gradient in `.grad`, also under
       `no_sync()`. `is_complete` returns False if this pass will add to it again.
       `check_gradient` raises if the bucket cannot hold this gradient, which is sparse, has a graph
       of its own, or could not be packed.
     - launch: `may_launch` returns False if full buckets must wait for the end of backward, `skips`
-      True if no rank sends a bucket in this average. `on_launch` comes before a bucket is
-      packed, `on_packed` before the comm hook gets it, `on_launched` after that or after an error.
-      `on_agree` and `on_agreed` come around a wait for the weights of all ranks.
+      True if no rank sends a bucket in this average. `on_launch` is called before a bucket
+      is packed, `on_packed` before the comm hook, `on_launched` after it or after an error, and
+      `on_agree` and `on_agreed` before and after a wait for the weights of all ranks.
     - end: `takes_over_end` returns True if the extension ends the pass itself. Otherwise
-      `before_end` comes before the last launches. `on_break` comes if an exception has ended the
-      pass, before `backward()` raises it. When all buckets are launched, `on_all_launched` comes
-      and may return what `backward()` must raise instead of unpacking, the same on all ranks.
-      `used` returns the parameters whose `.grad` becomes the average; None means all.
-    - wait: `on_wait` and `on_waited` come around the wait for a bucket. If it failed, the bucket is
-      not LANDED. A comm hook that allows one bucket in flight causes a second, empty wait.
-    - unpack: `on_finished` comes when the averages of a bucket are in `.grad`.
-    - averaged: `on_average` comes on every rank; iteration 1 is the first average. `takes_part` is
+      `before_end` is called before the last launches. If an exception has ended the pass,
+      `on_break` is called before `backward()` raises it. `on_all_launched` may return the error to
+      raise instead of unpacking, the same on all ranks. `used` returns the parameters whose
+      `.grad` becomes the average; None means all.
+    - wait: `on_wait` and `on_waited` are called around the wait for a bucket. If it failed,
+      the bucket is not LANDED. A comm hook that allows one bucket in flight adds an empty wait.
+    - unpack: `on_finished` is called when the averages of a bucket are in `.grad`.
+    - averaged: `on_average` is called on every rank; iteration 1 is the first. `takes_part` is
       False without data inside `join()`, and if `backward()` is about to raise. `error` returns
-      what `backward()` must raise on this rank.
-    - between: `on_step` comes before an optimizer steps a parameter, `on_stepped` after that unless
-      it has raised, `on_set_step` before the first step of new ranks, `on_abort` when a step is
-      dropped, `remove` when the Reducer is removed from its module.
+      the error that `backward()` must raise on this rank.
+    - between: `on_step` is called before an optimizer steps a parameter, `on_stepped` after it
+      unless it has raised, `on_set_step` before the first step of new ranks, `on_abort` when a step
+      is dropped, `remove` when the Reducer is removed from its module.
 
-    `on_all_launched`, `used` and `on_average` may communicate: every rank comes there.
+    `on_all_launched`, `used` and `on_average` may communicate: every rank calls them.
     `before_end`, `on_set_step` and `on_abort` must not.
     """
 

@@ -37,7 +37,7 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
 
     0 MiB gives every gradient its own bucket, `inf` puts all into one. A sequence gives the first
     bucket's cap, the second's, and so on. None means 1 MiB and then 25 MiB, as in torch's DDP;
-    "auto" begins with these. Raises a ValueError if a cap is negative or no number, or none given.
+    "auto" begins with these. A ValueError if a cap is negative or no number, or none is given.
     """
     sizes: float | Sequence[float]
     if bucket_cap_mb is None or bucket_cap_mb == AUTO:
@@ -45,7 +45,7 @@ def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     else:
         sizes = bucket_cap_mb
     if isinstance(sizes, str):
-        raise ValueError(f'bucket_cap_mb must be a number, numbers or "auto", got {sizes!r}')
+        raise ValueError(f'bucket_cap_mb must be a number, a list or "auto", got {sizes!r}')
     caps = sizes if isinstance(sizes, Sequence) else (sizes,)
     if not caps or not all(cap >= 0 for cap in caps):
         raise ValueError(f"bucket_cap_mb must be 0 or more, got {bucket_cap_mb}")

@@ -337,7 +337,7 @@ class CoreReducer(Extensible):
         self.next_bucket, self.iteration = 0, self.iteration + 1
         if self.sender.weight is not None:
             self.sender.set_weight(None)
-        # Every rank comes here. A forward pass may be one rank's own, as in an evaluation.
+        # Every rank reaches this. A forward pass may be one rank's own, as in an evaluation.
         if self.ready_order is None and not self.keeps_layout:
             self._agree_on_order()
         for call in self.calls["on_average"]:

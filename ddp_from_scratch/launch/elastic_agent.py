@@ -194,7 +194,7 @@ class ElasticAgent(Agent):
         if not is_lost:  # a lost machine gets its ranks back when it rejoins
             self._last_failure = failure
             self._failures += 1
-            then = f"; no replacement is left of {self.max_restarts}"
+            then = f"; all {self.max_restarts} replacements are used"
             if self._failures <= self.max_restarts:
                 then = f"; starting another (failure {self._failures} of {self.max_restarts})"
                 self._start_another(machine)

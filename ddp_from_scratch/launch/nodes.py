@@ -207,7 +207,7 @@ class Nodes:
                 self._failure = self._failure or f"machine {number}: {there}"
             return refusal
         if number > there_are:  # the machine before it may still arrive
-            text = f"--node-rank is {number}, and the next machine that comes is {there_are}"
+            text = f"--node-rank is {number}, and the next machine to join is {there_are}"
             return text if is_late else None
         if node is not None and not node.lost:
             if node.ticket is None:

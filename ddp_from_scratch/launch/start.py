@@ -225,7 +225,7 @@ def _command_of(function: Callable[[], Any], folder: Path) -> list[str]:
     except Exception as error:  # pickling may raise anything
         raise UsageError(
             f"start_ranks({name}): the function or what it uses cannot be sent to a process: "
-            f"{error}; make that inside the function"
+            f"{error}; create it inside the function"
         ) from error
     file = folder / "function"
     file.write_bytes(pickle.dumps((sys.path, sys.argv, written)))

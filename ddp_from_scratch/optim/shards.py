@@ -161,7 +161,7 @@ class Shards(NoShards):
     def members(self, run: FlatParams) -> list[int]:
         """Returns the members that have gradients, after copying these into their buckets."""
         if self._of.joining:
-            raise RuntimeError("every rank steps its share: none can be missing, as inside join()")
+            raise RuntimeError("every rank must step its share, so join() cannot be used")
         members = run.in_place()
         if len(members) == len(run.parameters):
             return members
@@ -198,7 +198,7 @@ class NodeShards(Shards):
             raise ValueError(
                 f"{name} needs gradients in memory that the machine's ranks share, and there was "
                 f"none: the Reducer's warning says why, or its module is a copy of a wrapped one, "
-                f'to be wrapped itself; shard="world" does without'
+                f'and must be wrapped itself; shard="world" needs none'
             )
         self._shared = group
         self._moved = False  # tensors have moved, and the end of a step frees their old memory

@@ -101,7 +101,7 @@ class Checks(Extension):
             )
         # The last bucket is unpacked last. If it is not FILLING, an exception ended `finish` early.
         if reducer.pass_number != IDLE or buckets[-1].state is not BucketState.FILLING:
-            raise RuntimeError(f"the last backward pass on rank {rank} was broken off: {AGAIN}")
+            raise RuntimeError(f"the last backward pass on rank {rank} was interrupted: {AGAIN}")
         for bucket in buckets:
             if bucket.noted:
                 reducer.count_noted()
@@ -117,8 +117,8 @@ class Checks(Extension):
         name, rank = reducer.names[index], reducer.rank
         if gradient is not None and gradient.is_sparse and not bucket.is_sparse:
             raise RuntimeError(
-                f"the gradient of parameter {name} is sparse on rank {rank}, but its module has "
-                f"not declared that: only the weights of Embedding and EmbeddingBag with "
+                f"the gradient of parameter {name} is sparse on rank {rank}, but its module does "
+                f"not declare it: only the weights of Embedding and EmbeddingBag with "
                 f"sparse=True are gathered, others lie in flat buckets"
             )
         if gradient is not None and gradient.requires_grad and bucket.keeps_no_graph:
@@ -230,8 +230,8 @@ def _check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Ten
         ):
             raise ValueError(
                 f"parameter {names[id(layer.weight)]} belongs to an {type(layer).__name__} with "
-                f"max_norm={layer.max_norm:g}, which rescales in forward what its own rank looks "
-                f"up: ranks would drift apart. Make it without max_norm, and call "
+                f"max_norm={layer.max_norm:g}, which rescales the rows that its own rank looks up "
+                f"in forward: ranks would drift apart. Make it without max_norm, and call "
                 f"weight.renorm_({layer.norm_type:g}, 0, {layer.max_norm:g}) under "
                 f"torch.no_grad() after each step"
             )

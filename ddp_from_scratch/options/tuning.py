@@ -139,7 +139,7 @@ class BucketTuning(Extension):
         if not self.settled and not comm_hooks.is_ours(hook):
             raise RuntimeError(
                 f'bucket_cap_mb="auto" has not settled, and the comm hook {hook!r} may remember '
-                f"buckets by their index, which it rebuilds: give bucket_cap_mb a number"
+                f'buckets by index, but "auto" rebuilds them: give bucket_cap_mb a number'
             )
 
     def _apply(self, candidate: Candidate) -> None:

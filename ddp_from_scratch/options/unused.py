@@ -222,8 +222,8 @@ class Unused(Extension):
         reducer: CoreReducer = self._of()
         counts = [f"{reducer.names[i]} {n} instead of {t}" for i, (n, t) in differences.items()]
         return RuntimeError(
-            f"static_graph=True, but this backward pass on rank {reducer.rank} gave other numbers "
-            f"of gradients than the first: {shortened(counts)}"
+            f"static_graph=True, but this backward pass on rank {reducer.rank} differs from the "
+            f"first in its numbers of gradients: {shortened(counts)}"
         )
 
     def on_abort(self) -> None:

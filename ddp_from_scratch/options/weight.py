@@ -53,7 +53,7 @@ class GradientWeight:
         if self._world_size * self._sums[1] - square > 1e-12 * square:
             raise RuntimeError(
                 "the weights of ranks differ, and the module has synchronised batch norm, which "
-                "mixes the gradients of all ranks before they are weighed: leave weight() out, and "
+                "mixes all ranks' gradients before they are weighted: leave weight() out, and "
                 "multiply each rank's loss by its amount x world size / the sum of all amounts"
             )
 

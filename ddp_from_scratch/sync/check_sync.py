@@ -66,12 +66,12 @@ def _weights() -> torch.Tensor:
     return numbers | 1
 
 
-# A check in every so many averages, if forward passes write to parameters.
+# N: a check in every Nth average, if forward passes write to parameters.
 EVERY_AFTER_WRITES = 100
 _WRITTEN = (
     "Forward passes write to parameters, so ranks are compared: write to them after the step, "
-    "equally on all ranks, or keep in a buffer what follows a rank's data; and take no step on "
-    "gradients that are not averaged"
+    "equally on all ranks, or keep values that depend on a rank's data in a buffer; and do not "
+    "step on gradients that are not averaged"
 )
 
 Mark = tuple[str, int]  # (dtype and shape, checksum) of a tensor
@@ -110,9 +110,9 @@ def check_sync(
 
 
 class DriftCheck(Extension):
-    """Runs `check_sync` in every so many averages of a Reducer, on the result of the last step.
+    """Runs `check_sync` in every Nth average of a Reducer, on the result of the last step.
 
-    `after_writes`: a forward pass has written to parameters, perhaps what follows a rank's data.
+    `after_writes`: a forward pass has written to parameters, perhaps from a rank's own data.
     The next average is then checked, too.
     """
 

@@ -97,7 +97,7 @@ def cast_buffers(
     for name, parameter in module.named_parameters():
         if name not in ignore and id(parameter) in sparse:
             raise ValueError(
-                f"parameter {name} has a sparse gradient, which autograd cannot take back through "
+                f"parameter {name} has a sparse gradient, which autograd cannot pass back through "
                 f"the cast of mixed_precision: use torch.autocast, or make it dense"
             )
     for name, buffer in module.named_buffers():

@@ -110,7 +110,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
             if with_data < dist.get_world_size(reducer.process_group):
                 raise RuntimeError(
                     "a rank has run out of data inside join(), and synchronised batch norm needs "
-                    "all ranks in every forward pass: give all ranks as many batches"
+                    "all ranks in every forward pass: give all ranks equally many batches"
                 )
         if self._averaged and reducer.buffer_sync.will_send():
             reducer.buffer_sync.send(self._highest_rank(has_data))

@@ -80,7 +80,7 @@ def _digest(file: BinaryIO, size: int) -> bytes:
 def prepare_folder(folder: Path, *, resume: str | None) -> TextIO:
     """Makes the folder, tests that it is writable, and locks it until the file is closed.
 
-    A UsageError where another run holds it, or has left checkpoints that this one would remove.
+    Raises a UsageError if another run holds it, or has left checkpoints that this one would remove.
     """
     name, path = f"--checkpoint-dir {folder}", folder / ".lock"
     try:
@@ -120,7 +120,7 @@ def prepare_folder(folder: Path, *, resume: str | None) -> TextIO:
 def load(path: Path) -> State:
     """Reads a checkpoint to the CPU; unpickles nothing but plain values and tensors.
 
-    A file that may be whole (not readable, newer) is a UsageError, but no UnreadableError.
+    A file that may be whole (not readable, newer) raises a UsageError, but no UnreadableError.
     """
     foreign = f"{path} is truncated, or is not a checkpoint of ddp_from_scratch"
     state: State = {}

@@ -175,7 +175,7 @@ def _from_torchvision(name: str, root: Path, download: bool) -> ImageData:
 
 
 class StepSampler(Sampler[int]):
-    """As torch's DistributedSampler, which shuffles, but an epoch can start at any step.
+    """torch's DistributedSampler with shuffling, but an epoch can start at any step.
 
     The permutation of a seed and epoch is dealt out like cards, here to 2 ranks in batches of 3:
 

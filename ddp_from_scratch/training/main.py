@@ -1,4 +1,4 @@
-"""Trains an image classifier on several processes at once, gradients averaged from scratch.
+"""Trains an image classifier in several processes that average their gradients.
 
 Examples:
     python run.py                                two gloo processes on this machine
@@ -75,7 +75,7 @@ def make_parser(program: Sequence[str] = ("run.py",)) -> argparse.ArgumentParser
 def parse(
     arguments: Sequence[str], program: Sequence[str] = ("run.py",)
 ) -> tuple[Settings, Command]:
-    """Parses a command line; a UsageError for options that are wrong or do not go together."""
+    """Parses a command line; raises a UsageError for wrong or contradictory options."""
     parser = make_parser(program)
     try:
         found, unknown = parser.parse_known_args(arguments)

@@ -59,7 +59,7 @@ class MetricsWriter:
     """Writes `metrics.jsonl` and TensorBoard events to `log_dir`; does nothing if it is None.
 
     Each line is a JSON object: `{"step": 40, "loss": 0.31, "test_accuracy": 0.97}`. A resumed run
-    appends: the later line of a step holds. A UsageError if it cannot write or lacks tensorboard.
+    appends: a step's later line is valid. A UsageError if it cannot write or lacks tensorboard.
     """
 
     def __init__(self, log_dir: Path | None) -> None:

@@ -130,8 +130,8 @@ class Settings:
         "gloo and mpi: CPUs; nccl: GPUs", "gloo", choices=BACKENDS, type=str.lower
     )
     elastic: bool = _processes(
-        "survive lost ranks and machines: continue with the others and restart theirs; with gloo, "
-        "without a launcher",
+        "survive lost ranks and machines: continue with the others and replace lost ranks; with "
+        "gloo, without a launcher",
         False,
     )
     max_restarts: int | None = _processes(
@@ -139,7 +139,7 @@ class Settings:
     )
     timeout: float = _processes("seconds to wait for other ranks", 600.0, **_TIMEOUT)
     stall_after: float = _processes(
-        "seconds that a step waits for other ranks before it says what for; inf: never",
+        "seconds that a step waits for other ranks before it reports which; inf: never",
         60.0,
         **_STALL,
     )
@@ -159,8 +159,8 @@ class Settings:
         "images of all ranks in an optimizer step, instead of --batch-size", **_COUNT
     )
     optimizer: str = _training(
-        "muon is for the matrices of hidden layers: all else, and the last matrix, is stepped by "
-        "AdamW, with the same --lr (adjust_lr_fn=match_rms_adamw)",
+        "muon is for the matrices of hidden layers: AdamW steps all else and the last matrix, with "
+        "the same --lr (adjust_lr_fn=match_rms_adamw)",
         "sgd",
         choices=tuple(OPTIMIZERS),
     )
@@ -201,8 +201,8 @@ class Settings:
     )
     overlap: bool = _synchronisation("send gradients after backward, not during it", True)
     shared_memory: bool = _synchronisation(
-        "on gloo, average by messages alone: by default a machine's ranks do it in memory that "
-        "they share",
+        "on gloo, average through messages only; by default a machine's ranks average in shared "
+        "memory",
         True,
     )
     compress: str | None = _synchronisation(
@@ -245,7 +245,7 @@ class Settings:
         "phase; --log-dir gets the same as scalars, with throughput and exposed communication",
         **_COUNT,
     )
-    quiet: bool = _kept("print the result alone", False)
+    quiet: bool = _kept("print only the result", False)
 
     def __post_init__(self) -> None:
         _check(self)

@@ -150,7 +150,7 @@ class StallWatch(Extension):
     def _report(self, now: Progress, waited: float, store: dist.Store) -> str:
         lines = [f"step {now.step}, rank {self._rank}: has waited {waited:.0f} s for {now.bucket}"]
         for rank in range(self._world_size):
-            text = "nothing is known of it: it has continued, ended, or does not watch"
+            text = "no report: it has continued, has ended, or has no stall_after"
             if store.check([str(rank)]):
                 step, published = json.loads(store.get(str(rank)))
                 # A rank may have all averages of a step before it counts that step.

@@ -145,7 +145,7 @@ class StragglerWatch(Recorder):
         tell: Callable[[StragglerReport], None] | None = None,
     ) -> None:
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"straggler_every must be a number of averages, got {every!r}")
+            raise ValueError(f"straggler_every must be 1 or more averages, got {every!r}")
         super().__init__(device)
         self._every, self._device, self._process_group = every, device, process_group
         self._tell = tell

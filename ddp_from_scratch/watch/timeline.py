@@ -38,7 +38,7 @@ class Timeline(Recorder):
         self, reducer: Any, folder: Path | str | None, steps: int = 5, skip: int = SKIP
     ) -> None:
         if steps < 1 or skip < 0:
-            raise UsageError(f"a timeline has 1 step or more after 0 or more, got {steps}, {skip}")
+            raise UsageError(f"steps must be 1 or more and skip 0 or more, got {steps}, {skip}")
         self.record: Record | None = None  # equal on every rank, once its steps are complete
         self.has_picture: bool = False  # True if rank 0 has matplotlib
         self._reducer, self._count, self._skip = reducer, steps, skip

@@ -180,7 +180,7 @@ class Membership:
 def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective.
 
-    It holds tensors and plain values, as `torch.load(weights_only=True)` takes; a UsageError else.
+    Raises a UsageError unless `torch.load(weights_only=True)` takes all values in it.
     """
     is_source = dist.get_rank(group) == source
     # A pickle would hold a flat tensor once for each parameter that is a window of it.
@@ -304,7 +304,7 @@ class ElasticRun:
     def _note_step(self, *_: object) -> None:
         if self._stepped:
             # A rank lost between the two steps would look like one that took both.
-            raise RuntimeError("the optimizer steps twice in an attempt, which is one step")
+            raise RuntimeError("the optimizer steps twice in one attempt: it may step once")
         self._stepped = True
 
 
@@ -341,12 +341,12 @@ def elastic(
     has them. Under any other launcher the first lost rank ends the run.
 
     Args:
-        world: that of `process_group("gloo")`; else a UsageError.
+        world: that of `process_group("gloo")`; otherwise a UsageError.
         reducer: one with `virtual_ranks`, so that no sample is lost or seen twice.
         optimizer: steps once in each attempt, at its end; the second raises a RuntimeError. With
             shard="world" a ValueError: the state of a lost rank would be lost, too.
         others: other objects with a `state_dict` that the run needs, of tensors and plain values
-            (a UsageError else, from a rank that joins), but no second optimizer (a
+            (otherwise a UsageError, when a rank joins), but no second optimizer (a
             TypeError): a step that only one of two has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
     """

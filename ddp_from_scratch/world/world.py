@@ -167,7 +167,7 @@ def _meet_in_store(
         store.wait(keys, timeout)
     except RuntimeError as error:
         missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise UsageError(f"{_waited(placement, timeout)}, {missing} have not come") from error
+        raise UsageError(f"{_waited(placement, timeout)}; missing: {missing}") from error
     came = [store.get(key).decode().partition(" ") for key in keys]
     _require_same(backend, came[0][0], placement.rank)
     _check_gpus([gpu for _, _, gpu in came])

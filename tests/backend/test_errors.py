@@ -42,7 +42,7 @@ def a_rank_that_does_not_come(world):
             with raises(r"number 2 .*the group has failed before: the"):
                 dist.all_reduce(torch.ones(1), group=group)
             handle = dist.all_reduce(torch.ones(1), group=patient, async_op=True)
-            with raises(r"number 1 .* within 0\.1 s: rank 1 did not come"):
+            with raises(r"number 1 .* within 0\.1 s: rank 1 did not arrive"):
                 handle.wait(timedelta(seconds=0.1))
         dist.barrier()
         if r == 1:
@@ -82,7 +82,7 @@ def a_call_that_an_error_leaves(world):
         with raises("number 2 .* the program's own limit" if world.rank == 0 else "given up on it"):
             dist.all_reduce(torch.ones(EAGER_NBYTES), group=reducing)
         # Its next call must not be taken for the one that it has left.
-        with raises(r"left with TimeoutError\(" if world.rank == 0 else "given up on it"):
+        with raises(r"interrupted by TimeoutError\(" if world.rank == 0 else "given up on it"):
             dist.all_reduce(torch.ones(1), group=waiting)
 
 

@@ -60,8 +60,8 @@ def told(world, program):
 @pytest.mark.parametrize(
     ("size", "program", "victim", "expected"),
     [
-        (5, asleep, 0, "ended without coming to it"),
-        (3, late, 2, "all_reduce number 2 on .* failed: rank 2 ended without coming"),
+        (5, asleep, 0, "ended without reaching it"),
+        (3, late, 2, "all_reduce number 2 on .* failed: rank 2 ended without reaching"),
     ],
 )
 def test_a_killed_rank_is_noticed_long_before_the_timeout(ranks, size, program, victim, expected):

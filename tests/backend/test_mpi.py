@@ -72,7 +72,7 @@ dist.all_reduce(torch.ones(1))
 dist.barrier()
 """
 # A rank's own exit waits in MPI_Finalize for the others, so the launcher hears nothing.
-EARLY = "failed: rank 1 ended without coming to it"
+EARLY = "failed: rank 1 ended without reaching it"
 KILLED = "if rank == 0: os.kill(os.getpid(), 9)\ndist.all_reduce(torch.ones(9))"
 ENDINGS = {
     "raises": (RAISES, 1, "KeyError: 'mine'"),

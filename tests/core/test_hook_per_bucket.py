@@ -192,7 +192,7 @@ MISSING = r"no gradient in the last backward pass on rank \d for: "
 ERRORS = {
     noted_alone: f"{MISSING}layers.0.weight, ",
     without_a_gradient: rf"{MISSING}layers.2.weight\.",
-    raises: r"the last backward pass on rank \d was broken off",
+    raises: r"the last backward pass on rank \d was interrupted",
     sparse: r"layers\.2\.weight is sparse on rank",
     with_a_graph: "cannot keep its graph",
 }

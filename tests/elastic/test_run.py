@@ -216,5 +216,5 @@ def test_an_attempt_is_one_step_of_one_optimizer():
         for attempt in run.attempts(1):
             with attempt:
                 optimizer.step()
-                with pytest.raises(RuntimeError, match="steps twice in an attempt"):
+                with pytest.raises(RuntimeError, match="steps twice in one attempt"):
                     optimizer.step()

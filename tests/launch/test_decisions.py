@@ -147,7 +147,7 @@ def lost(member, how, left, failure, of=3):
     ranks = f"{left} {'rank' if left == 1 else 'ranks'}"
     then = f"starting another (failure {failure} of {of})"
     if failure > of:
-        then = f"no replacement is left of {of}"
+        then = f"all {of} replacements are used"
     return f"process {member} {ended(how)}: continuing with {ranks}; {then}"
 
 

@@ -124,7 +124,7 @@ def test_two_agents_of_one_machine(job):
 def test_a_machine_that_is_new(job, capfd):
     assert job.comes(3, 1, 2, 4, 4) is None
     job.hears_for_a_while()
-    assert job.answer() == "--node-rank is 3, and the next machine that comes is 2"
+    assert job.answer() == "--node-rank is 3, and the next machine to join is 2"
     assert job.comes(2, 1, 3, 4) == WRONG_COUNTS.format("1,3,4")
     told = "--elastic was not given here and given on machine 0: it must be the same on all"
     assert job.comes(2, 1, 2, 4, elastic=False) == told

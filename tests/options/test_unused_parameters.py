@@ -136,7 +136,7 @@ MISSING, EXTRA = "p1 0 instead of 1", "p2 1 instead of 0"
 @pytest.mark.parametrize(
     ("uses", "told"),
     [
-        ([(0,)], [f"on rank {{rank}} gave other .*: {MISSING}"]),
+        ([(0,)], [f"on rank {{rank}} differs from the first .*: {MISSING}"]),
         # Every rank comes to all buckets before it raises, so that none waits for another.
         ([(0,), (0, 1, 2)], [MISSING, EXTRA]),
     ],
