@@ -91,6 +91,6 @@ def _describe(error):
     message = (str(error).strip().splitlines() or [""])[0]
     # gloo's messages for a rank that does not arrive or has ended; which one appears is a race.
     if re.search("Timed out waiting|Connection (closed|reset) by peer|Broken pipe", message):
-        message = f"waited for another rank in vain ({PATIENCE.seconds} s at most)"
+        message = f"another rank did not answer ({PATIENCE.seconds} s at most)"
     where = f"{Path(own[-1].filename).name}, line {own[-1].lineno}"
     return f"{type(error).__name__}: {message} ({where})"

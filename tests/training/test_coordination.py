@@ -83,9 +83,7 @@ def test_the_command_versions_and_images_are_compared(world):
 def test_another_backend_is_known_before_the_group_is_opened():
     store, limit = dist.HashStore(), timedelta(seconds=0.1)
     cpu, places = torch.device("cpu"), [Placement(r, 3, r, 3, 0, "torchrun") for r in range(3)]
-    with pytest.raises(
-        UsageError, match=r"rank 1 waited 0.1 s for all 3 ranks: .* missing: \[0, 2\]"
-    ):
+    with pytest.raises(UsageError, match=r"rank 1 waited 0.1 s for all 3 .* missing: \[0, 2\]"):
         _meet_in_store(store, "gloo", places[1], cpu, limit)
     with pytest.raises(UsageError, match=r"missing: \[2\]"):
         _meet_in_store(store, "gloo", places[0], cpu, limit)

@@ -9,7 +9,7 @@ def weighted_mean(gradients, sizes):
 
     `gradients[i]` is the gradient of the mean loss over shard i, which has `sizes[i]` examples.
     """
-    raise NotImplementedError("weighted_mean: weigh each gradient by its shard's part of the batch")
+    raise NotImplementedError("weighted_mean: weight each gradient by its part of the batch")
 
 
 def loss_factor(size, sizes):

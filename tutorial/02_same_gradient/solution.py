@@ -9,5 +9,5 @@ def weighted_mean(gradients, sizes):
 
 def loss_factor(size, sizes):
     """Returns the factor by which the process with `size` examples multiplies its loss."""
-    # The plain mean weighs each shard by 1 / n; the right weight is size / total.
+    # The plain mean weights each shard by 1 / n; the right weight is size / total.
     return len(sizes) * size / sum(sizes)

@@ -127,4 +127,4 @@ def save_and_load(model, file):
     One rank writes: several would corrupt the file. The others must not read an incomplete file.
     `dist.barrier()` is the collective that sends no data: it ends when all ranks have called it.
     """
-    raise NotImplementedError("save_and_load: one rank saves, all come together, all load")
+    raise NotImplementedError("save_and_load: one rank saves, all meet, all load")

@@ -46,4 +46,4 @@ def train(batches, step):
 
     `batches` is a list whose length differs between ranks. `step` calls collectives. Use `all_can`.
     """
-    raise NotImplementedError("train: ask all_can before each step, on every rank as often")
+    raise NotImplementedError("train: ask all_can before each step, on every rank")

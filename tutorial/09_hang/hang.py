@@ -40,7 +40,7 @@ def checkpoint(group):
 
 
 def uneven(group):
-    """Rank 1 has one batch less than the others; the library's Reducer averages."""
+    """Rank 1 has one batch fewer than the others; the library's Reducer averages."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     reducer = ddp.Reducer(model, process_group=group, stall_after=STALL)
     for _ in range(4 if dist.get_rank() == 1 else 5):

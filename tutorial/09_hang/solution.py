@@ -15,12 +15,12 @@ def late_by_stall_after():
 
 
 def other_by_comparison():
-    """Rank 2 has one number less than the others."""
+    """Rank 2 has one number fewer than the others."""
     return 2
 
 
 def skipped_by_flight_recorder():
-    """Rank 1 has recorded one call less. The equal sizes do not show which one."""
+    """Rank 1 has recorded one call fewer. The equal sizes do not show which one."""
     return 1
 
 

@@ -40,7 +40,7 @@ def uneven(exercise):
     try:
         dist.barrier()
     except RuntimeError as error:
-        said = "a rank has left `train` before the other: does each rank ask `all_can` as often?"
+        said = "a rank has left `train` before the other: does each rank ask equally often?"
         raise AssertionError(said) from error
     return used
 

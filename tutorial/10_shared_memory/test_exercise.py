@@ -26,7 +26,7 @@ def test_a_rank_touches_its_own_chunk_alone(exercise):
     begin, end = exercise.chunk(2, 3, 4)
     expected = torch.arange(12.0).view(3, 4)
     expected[:, begin:end] = expected[:, begin:end].sum(0)
-    assert rows.equal(expected), "other numbers than the own chunk's have changed, or not all of it"
+    assert rows.equal(expected), "numbers outside the chunk changed, or some inside it did not"
     assert meetings, "nobody has waited for the other ranks"
     assert meetings[0].equal(torch.arange(12.0).view(3, 4)), "changed before all rows are there"
     assert meetings[-1].equal(expected), "returns before all chunks are there"

@@ -20,4 +20,4 @@ def step(parameters, rows, momentum, rank, rate, factor, meet):
     must be zero at the end. With g the mean of the gradients, the new momentum is
     `factor * momentum + g`, and the parameters change by `-rate * momentum`.
     """
-    raise NotImplementedError("step: meet, mean, momentum, parameters, meet, zero the own row")
+    raise NotImplementedError("step: meet, mean, momentum, parameters, meet, zero your row")

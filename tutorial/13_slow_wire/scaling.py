@@ -20,7 +20,7 @@ def in_turn(backward, bucket, count):
 def overlapped(backward, bucket, count):
     """The same, but each all-reduce begins when its bucket is full and the wire is free.
 
-    Buckets are full at even distances. Either the last one finds the wire free, or the wire has
+    Buckets are full at even intervals. Either the last one finds the wire free, or the wire has
     been busy since the first one.
     """
     return max(backward + bucket, backward / count + count * bucket)

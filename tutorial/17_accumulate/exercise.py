@@ -16,7 +16,7 @@ def accumulate(model, parallel, loss_of, parts):
     """Leaves in `.grad` the mean gradient over all examples of this rank's parts and of all ranks.
 
     `loss_of(model, part)` is the mean loss over the examples of a part, `len(part)` of them. Parts
-    may have different sizes; all ranks have as many parts, of the same sizes. `.grad` is None at
+    may have different sizes; all ranks have parts of the same number and sizes. `.grad` is None at
     the beginning. `parallel` is an `Accumulating` of accumulate.py: send each gradient once.
     """
-    raise NotImplementedError("accumulate: weigh losses, no_sync for all passes but the last")
+    raise NotImplementedError("accumulate: weight losses, no_sync for all passes but the last")

@@ -20,5 +20,5 @@ def validate(loss_of, windows):
     """Returns the mean loss over all windows of all ranks: the same number on every rank."""
     total = sum(loss_of(window).item() for window in windows)
     both = torch.tensor([total, len(windows)], dtype=torch.float64)
-    dist.all_reduce(both)  # a mean of the ranks' means would weigh windows differently
+    dist.all_reduce(both)  # a mean of the ranks' means would weight windows differently
     return (both[0] / both[1]).item()
