@@ -129,7 +129,7 @@ def measure(options: argparse.Namespace, world: World, model: str, title: str) -
         step_times(number, (), ranks) for number, ranks in enumerate(zip(*gathered, strict=True))
     ]
     middle = sorted(steps, key=lambda step: step.length)[len(steps) // 2]
-    assert timeline.record is not None, "as many steps as that were taken"
+    assert timeline.record is not None, "fewer steps were taken"
     if world.rank == 0:
         report(options, model, title, {TORCHS: middle, OURS: timeline.record.typical})
 

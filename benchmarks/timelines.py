@@ -108,7 +108,7 @@ def record(
     for name, timeline, averaging in zip(settings, timelines, made, strict=True):
         timeline.close()
         averaging.remove()
-        assert timeline.record is not None, "as many steps as that were taken"
+        assert timeline.record is not None, "fewer steps were taken"
         found[name] = timeline.record
     return found
 

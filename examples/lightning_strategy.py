@@ -114,7 +114,7 @@ def main() -> None:
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         strategy=JoinStrategy(),
-        use_distributed_sampler=False,  # which would repeat samples until all ranks have as many
+        use_distributed_sampler=False,  # which would repeat samples until ranks have equally many
         max_epochs=epochs,
         logger=False,
         enable_checkpointing=False,

@@ -37,7 +37,7 @@ def cifar10(folder: Path) -> Dataset[tuple[torch.Tensor, int]]:
 
 
 def small_resnet() -> nn.Module:
-    """ResNet-18 for images of 32 x 32: no stride and no pooling at its begin."""
+    """ResNet-18 for images of 32 x 32: no stride and no pooling at its start."""
     model = models.resnet18(num_classes=10)
     model.conv1, model.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
     return model

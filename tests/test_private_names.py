@@ -1,4 +1,4 @@
-"""Private names of torch and Python that the library uses: this version has them all."""
+"""Private names of torch and Python that the library uses: this version has all of them."""
 
 import argparse
 import ast

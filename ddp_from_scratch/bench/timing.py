@@ -205,7 +205,7 @@ def interleave(
 ) -> list[Samples]:
     """Times one step of each contender in every round, in a new random order each round.
 
-    Call `warm_up` before. `rounds` may look at the clock, but must be as many on all ranks.
+    Call `warm_up` before. `rounds` may look at the clock, but must be equal on all ranks.
     """
     order = np.random.default_rng(0)  # the same on every rank
     times: list[list[float]] = [[] for _ in compared]

@@ -10,7 +10,7 @@ none of the orders for the first.
 
 Each agent watches its own ranks and reports failures; in an elastic job machine 0 decides, and the
 other agents (`NodeAgent`) obey. A machine without a heartbeat for `LOST_S` is lost with its ranks,
-and gets as many when it is reachable again or its agent restarts. If machine 0 has no heartbeat,
+and gets new ones when it is reachable again or its agent restarts. If machine 0 has no heartbeat,
 the others end their ranks, so two halves of a job never both continue.
 """
 

@@ -267,7 +267,7 @@ def make_loader(
         sampler=sampler,
         num_workers=workers,
         pin_memory=gpu.is_gpu(world.device),
-        # The average weighs all ranks equally, so all need the same number of batches of one size.
+        # The average weights all ranks equally, so all need the same number of batches of one size.
         # Padding would count images twice and end on a small batch, where batch norm may fail.
         drop_last=train,
         persistent_workers=workers > 0,

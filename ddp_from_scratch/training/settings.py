@@ -277,7 +277,7 @@ class Settings:
             )
         if self.bucket_cap_mb == AUTO and self.deterministic:
             raise UsageError(
-                "--bucket-cap-mb auto goes by the clock, which --deterministic rules out: give a "
+                "--bucket-cap-mb auto depends on timing, which --deterministic rules out: give a "
                 "size, such as an earlier run's"
             )
         if self.compress == "powersgd":
@@ -296,7 +296,7 @@ class Settings:
             if self.elastic and getattr(self, name) is not None:
                 raise UsageError(f"{option_of(name)} cannot be used with --elastic: leave one out")
         if self.resume == "auto" and self.checkpoint_dir is None:
-            raise UsageError("--resume auto looks into --checkpoint-dir, which is not given")
+            raise UsageError("--resume auto needs --checkpoint-dir, which is not given")
 
     def parts(self, world_size: int) -> int:
         """Returns the parts of a batch: virtual ranks, or ranks. Each has its own backward pass."""

@@ -1,4 +1,4 @@
-"""Ranks that are killed, fail, or do not come: the others hear of it long before the timeout."""
+"""Ranks that are killed, fail, or do not arrive: the others notice long before the timeout."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ def processes():
 
 
 def asleep(world):
-    """Rank 0 comes, sleeps in the first round, and is killed before the second."""
+    """Rank 0 arrives, sleeps in the first round, and is killed before the second."""
     pids = processes()
     if world.rank == 4:
         while dist.group.WORLD.checked_barrier._memory.arrived[0][0] < 1:
@@ -140,7 +140,7 @@ def test_what_is_under_way_ends_before_a_rank_goes_on(ranks, tmp_path):
 
 
 def lost(world, folder):
-    """Rank 1 is lost for another reason than its end: rank 0 hears of it."""
+    """Rank 1 is lost for a reason other than its end: rank 0 notices."""
     text = ""
     with an_elastic_job(folder):
         own = dist.new_group()

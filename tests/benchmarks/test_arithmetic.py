@@ -1,4 +1,4 @@
-"""What the benchmarks compute from samples, at numbers that one can work out by hand."""
+"""What the benchmarks compute from samples, with numbers that can be checked by hand."""
 
 from contextlib import nullcontext
 

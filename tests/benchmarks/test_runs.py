@@ -1,4 +1,4 @@
-"""Every benchmark runs and writes its files, and the set has its options; no time is looked at."""
+"""Every benchmark runs and writes its files, and the set has its options; no time is checked."""
 
 import importlib
 import json

@@ -31,7 +31,7 @@ def forgotten(world, **options):
 
 
 def step_of_a_part(world):
-    """Trained never through the module itself, so that no forward pass of it can notice."""
+    """Training never calls the module itself, so no forward pass of it can notice."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
     Reducer(model, bucket_cap_mb=0)
     optimizer, unrelated = (torch.optim.SGD(m.parameters(), 1.0) for m in (model, nn.Linear(1, 1)))
@@ -249,7 +249,7 @@ def test_error(world, number):
 
 @on("gloo-2")
 def test_parameter_without_gradient_on_one_rank_is_named_there(world):
-    """Rank 0 waits for rank 1 in vain, so in a group with a short timeout."""
+    """Rank 0 waits for rank 1, which never arrives, so the group has a short timeout."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
     model = Terms(1, 2)
     Reducer(model, group)
@@ -263,7 +263,7 @@ def test_parameter_without_gradient_on_one_rank_is_named_there(world):
 
 @on("pair")
 def test_second_gradient_in_a_pass_within_the_pass(world):
-    """On one rank: it raises when the other has what it waits for, and both train on."""
+    """On one rank: it raises when the other has what it waits for; both continue training."""
     model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
     Reducer(model, bucket_cap_mb=0)
     x = torch.full((2, 3), world.rank + 1.0)
@@ -291,7 +291,7 @@ def test_second_gradient_in_a_pass_within_the_pass(world):
 
 @on("gloo-3")
 def test_refusing_what_is_no_weight(world):
-    """Where one rank's is wrong all raise: the others would wait for gradients that do not come."""
+    """If one rank's is wrong, all raise: the others would wait for gradients that never arrive."""
     model = Terms(1)
     for amount in (-1, math.nan, math.inf, 10**400, "many", None):
         reducer = Reducer(model)

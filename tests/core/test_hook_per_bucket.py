@@ -168,7 +168,7 @@ def raises(model, world):
 
 
 def noted_alone(model, world):
-    """A pass of which Python is told nothing."""
+    """A pass in which autograd calls no Python."""
     model.layers[2](inputs(3, world.rank)).sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""no_sync, passes that are broken off, removal, copies and the end of a Reducer."""
+"""no_sync, interrupted passes, removal, copies and the end of a Reducer."""
 
 import copy
 from unittest.mock import patch
@@ -33,7 +33,7 @@ def test_no_sync_restores_itself_after_an_exception_and_nests(world):
 
 
 def broken_off(world, where, again, overlap, view):
-    """An exception in user code, once, on every rank: true where the next step is right."""
+    """An exception in user code, once, on every rank: True if the next step is correct."""
     model = Terms(1, 2, 3, 4)
     p = getattr(model, where)
 

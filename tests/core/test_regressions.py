@@ -1,4 +1,4 @@
-"""Combinations of two features that were right alone."""
+"""Combinations of two features that are correct alone."""
 
 import functools
 import gc

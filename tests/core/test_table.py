@@ -1,4 +1,4 @@
-"""Programs, each with every option and on the backends in turn, beside `fuzz_oracle.py`."""
+"""Programs, each with every option and on each backend, compared with `fuzz_oracle.py`."""
 
 import math
 from dataclasses import replace

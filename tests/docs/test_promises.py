@@ -1,4 +1,4 @@
-"""What the documents name is there: options, files, links, tests, functions, signatures."""
+"""What the documents name exists: options, files, links, tests, functions, signatures."""
 
 import importlib.util
 import inspect

@@ -1,4 +1,4 @@
-"""A group whose collectives are under way is closed, or loses a rank."""
+"""A group whose collectives are in flight is closed, or loses a rank."""
 
 import threading
 import time

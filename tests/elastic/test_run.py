@@ -99,7 +99,7 @@ def as_many_threads_as_here(monkeypatch):
 
 
 def ends(out, fault, nproc=3, max_restarts=3, code=0, optimizer=ADAMW, most=99, **options):
-    """What each process that came to the end had: checksum, steps of the scheduler.
+    """What each process that reached the end had: checksum, steps of the scheduler.
 
     Processes above number `most` cannot join.
     """

@@ -263,7 +263,7 @@ def test_one_copy_for_each_bucket(world, views):
 @pytest.mark.parametrize("overlap", [True, False])
 @on("pair")
 def test_buckets_are_sent_during_backward(world, tmp_path, overlap):
-    """Backward still computes while a bucket that is not the last is on its way."""
+    """Backward still computes while a bucket that is not the last is in flight."""
     model = network(width=1024, depth=8)
     ddp.Reducer(model, bucket_cap_mb=4.0, overlap=overlap, **VIEWS)
     profiler = profiled_backward(model, [torch.randn(2048, 1024, device=DEVICE)] * 4)

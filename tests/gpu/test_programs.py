@@ -1,4 +1,4 @@
-"""Programs on a simulated GPU: the numbers are the CPU's, and no stream comes too early."""
+"""Programs on a simulated GPU: the numbers are the CPU's, and no stream runs too early."""
 
 import sys
 from contextlib import nullcontext

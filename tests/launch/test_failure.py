@@ -1,4 +1,4 @@
-"""However a run ends early, all of it ends: soon, with one message, and leaving nobody behind."""
+"""A run that ends early ends completely: soon, with one message, and with no process left."""
 
 import os
 import re

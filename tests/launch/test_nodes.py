@@ -22,7 +22,7 @@ class Job:
         self.machines = Nodes(self.store, nodes.Job(counts, elastic, {"--lr": "0.1"}), 60.0)
 
     def comes(self, node, *counts, lr="0.1", elastic=True):
-        """An agent of this machine comes; its answer, None where there is none yet."""
+        """An agent of this machine arrives; returns its answer, None if there is none yet."""
         self.ticket = self.store.add("tickets", 1)
         arrival = {"node": node, "counts": counts, "elastic": elastic, "asked": {"--lr": lr}}
         self.store.set(f"arrival {self.ticket}", json.dumps(arrival))

@@ -1,4 +1,4 @@
-"""Several machines meet: who gets to the store of machine 0, and what is printed where not."""
+"""Several machines meet: who reaches the store of machine 0, and what is printed otherwise."""
 
 import socket
 import threading

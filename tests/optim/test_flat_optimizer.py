@@ -374,7 +374,7 @@ def test_buckets_are_stepped_while_others_are_under_way(world):
 
 @on("gloo-2")
 def test_a_pass_that_raises_steps_nothing(world):
-    """A layer gets two gradients in one pass, the second when its bucket is under way."""
+    """A layer gets two gradients in one pass, the second while its bucket is in flight."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     reducer = Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=True)
     optimizer = SGD(model.parameters(), lr=0.1, reducer=reducer)

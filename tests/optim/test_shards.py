@@ -239,7 +239,7 @@ def test_returns_when_all_shares_are_written(world):
 
 @on("gloo-2")
 def test_refuses_gradients_that_are_not_shared(world):
-    """As there is no room; in a copy, which one rank may make alone; and without shared memory."""
+    """For lack of memory; in a copy, which one rank may make alone; and without shared memory."""
     group = dist.new_group()
     model = nn.Linear(3, 3)
     ddp.broadcast_parameters(model)

@@ -102,7 +102,7 @@ class Table(nn.Module):
 
 @on("gloo-2")
 def test_tables_that_a_graph_needs(world):
-    """One that stays the same may be saved; what changes raises, and is never wrong in silence."""
+    """One that stays the same may be saved; one that changes raises, never silently wrong."""
     model = Ours(Table())
     first, second = model(), model()
     first.backward()

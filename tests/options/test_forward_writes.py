@@ -1,4 +1,4 @@
-"""Parameters that a forward pass writes to: noticed where ranks part, and let alone where not."""
+"""Parameters that a forward pass writes to: noticed if ranks diverge, and ignored otherwise."""
 
 from functools import partial
 

@@ -111,7 +111,7 @@ def test_right_factors_of_another_rank_start_at_random():
 @on("gloo-2")
 @as_if_apart
 def test_an_overflow_is_not_remembered(world, view):
-    """An overflow on one rank is seen by all, and the next average is as if it had not been."""
+    """All ranks see an overflow on one rank, and the next average does not depend on it."""
     expected = None
     for infinite in (False, True):
         model = compressed(PowerSGDState(rank=2, start=0), gradient_as_bucket_view=view)

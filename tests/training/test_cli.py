@@ -1,4 +1,4 @@
-"""The command line's options: what is refused, in what words, and what the others come to."""
+"""The command line's options: which are refused, with which error, and how others are set."""
 
 import math
 from pathlib import Path
@@ -20,7 +20,7 @@ REFUSED = {
     "--optimizer muon --elastic --precision fp16": "--elastic cannot repeat the loss scaling of",
     "--timeout 0": f"--timeout {SECONDS}, got 0.0",
     "--bucket-cap-mb big": "argument --bucket-cap-mb: must be a number or auto, got 'big'; see",
-    "--bucket-cap-mb auto --deterministic": "--bucket-cap-mb auto goes by the clock, which --det",
+    "--bucket-cap-mb auto --deterministic": "--bucket-cap-mb auto depends on timing, which --det",
     "--virtual-ranks 2 --bucket-cap-mb auto": "--bucket-cap-mb auto cannot be used with",
     "--virtual-ranks 2 --compress bf16": "--compress cannot be used with --virtual-ranks: leave",
     "--virtual-ranks 2 --sync-batch-norm": "--sync-batch-norm cannot be used with --virtual-ranks",
@@ -28,7 +28,7 @@ REFUSED = {
     "--virtual-ranks 3": "--virtual-ranks must be a power of two, got 3",
     "--powersgd-rank 2": "--powersgd-rank is for --compress powersgd, which is not given",
     f"--seed {2**62}": f"--seed must be 0 to 2**62 - 1, got {2**62}",
-    "--resume auto": "--resume auto looks into --checkpoint-dir, which is not given",
+    "--resume auto": "--resume auto needs --checkpoint-dir, which is not given",
     "--no-shared-memory --backend mpi": "--no-shared-memory is for gloo, and the backend is mpi",
     "--max-restarts 2": "--max-restarts is for --elastic, which is not given",
     "--elastic --backend mpi": "--elastic is for gloo, and the backend is mpi: leave one",

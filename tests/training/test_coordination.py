@@ -1,4 +1,4 @@
-"""Ranks that were asked for different things: known before they train, to all, in one line."""
+"""Ranks with different settings: all know before they train, in one line."""
 
 from dataclasses import fields
 from datetime import timedelta

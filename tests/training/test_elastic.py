@@ -51,7 +51,7 @@ def job(folder, fault="", *options, nproc=3, **environ):
 
 
 def end(run, code=0):
-    """What it has printed, when it has ended with this code."""
+    """Its output, once it has ended with this code."""
     assert run.wait() == code, run.text
     return run.text
 

@@ -1,4 +1,4 @@
-"""A loss that is not finite: one report, with its step and rank, and no checkpoint of it."""
+"""A loss that is not finite: reported once, with its step and rank, and never saved."""
 
 import math
 from unittest.mock import patch

@@ -231,7 +231,7 @@ def stopped_with_power_sgd(world, folder, changes):
 
 
 def resumed_with_power_sgd(world, folder, changes):
-    """What is remembered on resuming, and what was warned of."""
+    """What a resumed run remembers, and its warnings."""
     told = []
     with patch.object(Report, "warning", lambda self, text: told.append(text)):
         trainer = make_trainer(world, folder, resume="auto", **changes)

@@ -1,4 +1,4 @@
-"""The tutorial's pages: complete, short, in order, and what they name is there."""
+"""The tutorial's pages are complete, short and in order, and what they name exists."""
 
 import ast
 import re

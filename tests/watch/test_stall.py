@@ -1,4 +1,4 @@
-"""A step that waits says what for: which bucket, which parameters, on which ranks. Once."""
+"""A step that waits reports once which bucket, parameters and ranks it waits for."""
 
 import contextlib
 import gc
@@ -151,7 +151,7 @@ def test_a_rank_that_lags_is_named_with_what_it_lacks(ranks, backend, where):
 
 @on("gloo-3")
 def test_a_rank_that_does_not_wait_says_nothing(world):
-    """Whoever does not wait for others says nothing, however long it takes."""
+    """A rank that does not wait for others reports nothing, however long it takes."""
     model = Layers()
     with watched(model) as (reducer, clock, told):
         for _ in range(3):

@@ -35,7 +35,7 @@ VARIABLES = (
 
 @pytest.fixture
 def environ(environment, monkeypatch, tmp_path):
-    """Sets variables, which are gone again after the test, as are those that rendezvous sets."""
+    """Sets variables, and removes them after the test, with those that rendezvous sets."""
     for name in VARIABLES:
         os.environ.pop(name, None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -173,7 +173,7 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ):
     ],
 )
 def test_a_group_of_a_launcher_that_mpi_does_not_see(variables, told, environ):
-    """It is refused: each process would be a world of one, and train on its own in silence."""
+    """It is refused: each process would be a world of one, and silently train on its own."""
     from ddp_from_scratch import mpi
 
     environ(**variables)

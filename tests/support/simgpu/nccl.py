@@ -12,7 +12,7 @@ from tests.support.simgpu.device import GUARD, SimTensor
 
 
 class SimWork(dist._Work):
-    """A collective under way, which waits as torch's classes do.
+    """A collective in flight, which waits as torch's classes do.
 
     legacy: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, `WorkNCCL::getFuture` returns a future
     that was completed at the launch, under NCCL's stream: only its `wait` blocks a stream.
