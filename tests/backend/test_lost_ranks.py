@@ -132,7 +132,7 @@ def abandoned(world, folder):
     return text
 
 
-def test_what_is_under_way_ends_before_a_rank_goes_on(ranks, tmp_path):
+def test_operations_in_flight_end_before_a_rank_continues(ranks, tmp_path):
     first, second = ranks("gloo", 2)(abandoned, str(tmp_path))
     assert "this rank has left the group" in first
     # Whichever of the two it has seen first.

@@ -152,7 +152,7 @@ def test_every_test_named_is_there():
     assert {name for name in named if f"def {name}(" not in there} == set()
 
 
-def test_the_way_of_a_gradient_is_where_the_map_says():
+def test_the_path_of_a_gradient_is_where_the_map_says():
     steps = re.findall(r"^\| \*\*(\w+)\*\* \| .* \| (.*?) \| (.*?) \|$", HOW_IT_WORKS, re.MULTILINE)
     assert [step for step, _, _ in steps] == ["ready", "pack", "launch", "wait", "unpack"]
     for _, files, functions in steps:

@@ -118,7 +118,7 @@ def test_launchers(command, ranks, trained, tmp_path):
 @pytest.mark.parametrize(
     ("end", "reason"), [("| head -1", "Broken pipe"), ("<&- >&- 2>&-", None)], ids=str
 )
-def test_a_run_goes_on_when_it_cannot_print(end, reason, tmp_path):
+def test_a_run_continues_when_it_cannot_print(end, reason, tmp_path):
     command = f"{sys.executable} {RUN_PY} --epochs 2 --checkpoint-dir {tmp_path} --nproc 2 {end}"
     with Run("bash", "-c", f"set -o pipefail; {command}") as run:
         assert run.wait() == 0, run.text

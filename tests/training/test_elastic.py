@@ -150,7 +150,7 @@ before("_step", hold)
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_machine_that_is_lost_comes_again_and_another_one_joins(quiet, tmp_path):
+def test_a_lost_machine_rejoins_and_another_one_joins(quiet, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     with ExitStack() as stack:

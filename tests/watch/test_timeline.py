@@ -105,7 +105,7 @@ def test_every_event_of_every_step_is_recorded_in_its_order(world, tmp_path, at_
 
 
 @on("both")
-def test_a_bucket_that_lands_while_backward_goes_on(world):
+def test_a_bucket_that_lands_during_backward(world):
     """The second gradient is computed once the first bucket has landed, behind backward."""
     model = Terms(2, 2)
     timeline = Timeline(ddp.Reducer(model, bucket_cap_mb=0), None, steps=1, skip=0)
