@@ -1,16 +1,13 @@
 """Starts the ranks of one machine, by itself or through mpirun; `agent.py` watches them."""
 
-import fcntl
 import os
 import pickle
 import re
 import shlex
-import shutil
 import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -93,7 +90,8 @@ def start_ranks(
         raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
     peers: Nodes | Link | None = None
     with ExitStack() as stack:
-        folder = stack.enter_context(_run_folder())
+        # Private (mode 0700): the ranks' files.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
         if callable(command):
             command = _command_of(command, folder)
         common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
@@ -242,31 +240,3 @@ def call(written: bytes) -> None:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-# A private folder for the files of a run ----------------------------------------------------------
-
-_PREFIX = "ddp-run-"
-_NEW_S = 60.0  # a younger folder may not be locked yet
-
-
-@contextmanager
-def _run_folder() -> Iterator[Path]:
-    """Makes a folder that is removed at the end, and removes those of killed runs."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with suppress(OSError):  # another user's, or in use
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                found = os.fstat(lock)
-                if found.st_uid == os.getuid() and time.time() - found.st_mtime > _NEW_S:
-                    shutil.rmtree(left)
-            finally:
-                os.close(lock)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name:  # mode 0700
-        lock = os.open(name, os.O_RDONLY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel drops it when this process ends
-            yield Path(name)
-        finally:
-            os.close(lock)

@@ -5,14 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch import agent
-from ddp_from_scratch.launch.start import _run_folder, _without_report_of_stop
+from ddp_from_scratch.launch.start import _without_report_of_stop
 from tests.support.failing_run import Run
 
 
@@ -116,35 +115,3 @@ def test_a_failure_on_one_machine_ends_the_others(tmp_path):
         assert (second.wait(), second.err) == (137, f"{told}; all other ranks were stopped\n")
         assert (first.wait(), first.err) == (1, f"stopped: machine 1: {told}\n")
     assert sorted(file.name for file in tmp_path.iterdir()) == places
-
-
-HOLD = """
-import sys
-from ddp_from_scratch.launch.start import _run_folder
-with _run_folder() as folder:
-    (folder / "rendezvous").touch()
-    print(folder, flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_the_next_run_removes_the_folder_of_a_killed_one_and_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", HOLD]
-    environ = os.environ | {"TMPDIR": str(tmp_path)}
-    killed, running = (subprocess.Popen(command, env=environ, **pipes) for _ in range(2))
-    with killed, running:
-        left, used = (Path(run.stdout.readline().strip()) for run in (killed, running))
-        killed.kill()
-        killed.wait()
-        with _run_folder():
-            assert left.exists()  # new: its run might not have locked it yet
-        foreign = tmp_path / "ddp-something"
-        foreign.mkdir()
-        for folder in (left, used, foreign):
-            os.utime(folder, (0, 0))
-        with _run_folder() as mine:
-            assert set(tmp_path.iterdir()) == {used, foreign, mine}
-        running.communicate()
-    assert list(tmp_path.iterdir()) == [foreign]
