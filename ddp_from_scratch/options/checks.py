@@ -16,7 +16,13 @@ from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.options.launch_order import look_for_layers
-from ddp_from_scratch.sync.check_sync import EVERY_AFTER_WRITES, DriftCheck, gather_integers
+from ddp_from_scratch.sync.check_sync import (
+    EVERY_AFTER_WRITES,
+    NOT_SENT,
+    WRITTEN,
+    DriftCheck,
+    gather_integers,
+)
 
 # Mapped over all parameters before every forward pass, so they must not be Python functions.
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
@@ -129,7 +135,10 @@ class Checks(Extension):
 
 
 class _FirstAverage(Extension):
-    """Adds a `DriftCheck` if a forward pass on any rank has written before the first average."""
+    """Compares the ranks' parameters in the first average; a program may not have sent them.
+
+    Adds a `DriftCheck` if a forward pass on any rank has written to parameters before.
+    """
 
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
@@ -139,16 +148,18 @@ class _FirstAverage(Extension):
         if reducer.iteration > 0:
             # The first average may be repeated (`abort_step`), so this stays until the second.
             reducer.remove_extension(self)
-        elif reducer.extension(DriftCheck) is None:
-            module, group = reducer.module, reducer.process_group
-            with on_gpu_of(module):
-                counts = gather_integers([int(self._checks.has_written)], group)
-            if any(map(any, counts)):
-                ignore = self._checks.ignore
-                drift = DriftCheck(EVERY_AFTER_WRITES, module, group, ignore, after_writes=True)
-                reducer.add_extension(drift)
-                return drift.on_all_launched()
-        return None
+            return None
+        module, group = reducer.module, reducer.process_group
+        with on_gpu_of(module):
+            counts = gather_integers([int(self._checks.has_written)], group)
+        written = any(map(any, counts))
+        advice = WRITTEN if written else NOT_SENT
+        drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._checks.ignore, advice)
+        if written and reducer.extension(DriftCheck) is None:
+            reducer.add_extension(drift)
+        else:
+            drift.attach(reducer)
+        return drift.on_all_launched()
 
 
 def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:

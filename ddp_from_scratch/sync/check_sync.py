@@ -68,11 +68,13 @@ def _weights() -> torch.Tensor:
 
 # N: a check in every Nth average, if forward passes write to parameters.
 EVERY_AFTER_WRITES = 100
-_WRITTEN = (
+WRITTEN = (
     "Forward passes write to parameters, so ranks are compared: write to them after the step, "
     "equally on all ranks, or keep values that depend on a rank's data in a buffer; and do not "
     "step on gradients that are not averaged"
 )
+
+NOT_SENT = "Call ddp.broadcast_parameters(model) on every rank, before the first step"
 
 Mark = tuple[str, int]  # (dtype and shape, checksum) of a tensor
 
@@ -112,8 +114,7 @@ def check_sync(
 class DriftCheck(Extension):
     """Runs `check_sync` in every Nth average of a Reducer, on the result of the last step.
 
-    `after_writes`: a forward pass has written to parameters, perhaps from a rank's own data.
-    The next average is then checked, too.
+    With `advice`, which ends the error, the next average is checked, too.
     """
 
     def __init__(
@@ -122,11 +123,11 @@ class DriftCheck(Extension):
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None,
         ignore: Collection[str],
-        after_writes: bool = False,
+        advice: str = "",
     ) -> None:
         if every < 1:
             raise ValueError(f"check_every must be 1 or more, got {every}")
-        self._every, self._after_writes, self._is_due = every, after_writes, after_writes
+        self._every, self._advice, self._is_due = every, advice, bool(advice)
         self._module, self._process_group, self._ignore = module, process_group, ignore
         # Weak, so that a check does not keep an optimizer alive. Ordered by their first steps.
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
@@ -151,7 +152,7 @@ class DriftCheck(Extension):
             try:
                 _compare(held, self._process_group, f"average {iteration}: ")
             except RuntimeError as error:
-                return RuntimeError(f"{error}. {_WRITTEN}") if self._after_writes else error
+                return RuntimeError(f"{error}. {self._advice}") if self._advice else error
         return None
 
 

@@ -30,6 +30,17 @@ def forgotten(world, **options):
     model(own(world))
 
 
+def never_sent(world, **options):
+    model = Terms(1, 2)
+    torch.nn.init.constant_(model.p1, world.rank)
+    Reducer(model, **options)
+    try:
+        model(own(world)).backward()
+    finally:
+        ddp.broadcast_parameters(model)
+        model(own(world)).backward()
+
+
 def step_of_a_part(world):
     """Training never calls the module itself, so no forward pass of it can notice."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
@@ -191,13 +202,16 @@ JOIN = r"weight\(\) cannot be used inside join"
 META = nn.Linear(3, 3, device="meta")
 RANK = "rank must be 1 or more and start 0 or more, got"
 KINDS = r"parameter weight is dense on ranks \[1\] and sparse on \[0\]"
-SPARSE = "gradient of parameter p0 is sparse on rank {rank}, but its module has not"
+SPARSE = "gradient of parameter p0 is sparse on rank {rank}, but its module does not"
 ROWS = r"^parameter 0.weight belongs to an %s with max_norm=1.5(.|\n)*weight.renorm_\(1, 0, 1.5\)"
 RANGE, TYPE, STATE = ValueError, TypeError, RuntimeError
+NOT_SENT = r"p1 is not the same .* by up to 1\. Call ddp\.broadcast_parameters\(model\) on every"
 # The error, its text, what provokes it, and with which arguments.
 ERRORS = [
     (STATE, GONE + r".*\bp2\b", forgotten, {}),
     (STATE, GONE + r"(?!.*p1).*\bp2\b", forgotten, {"bucket_cap_mb": 0}),
+    (STATE, NOT_SENT, never_sent, {}),
+    (STATE, NOT_SENT, never_sent, {"check_every": 2, "gradient_as_bucket_view": True}),
     (STATE, r"no gradient .* on rank {rank} for: 1\.weight", step_of_a_part, {}),
     (STATE, "stepped during backward on rank {rank}", step_during_backward, {}),
     (STATE, REQUIRES % False, changed, {"change": lambda model: model.p1.requires_grad_(False)}),

@@ -693,6 +693,7 @@ def _trains_on(world: Any, case: Case, model: Net) -> bool:
     """Whether a new Reducer averages what the ranks compute."""
     model.eval().requires_grad_()  # buffers stay
     model.checkpoint = None  # which may want a static graph
+    ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, find_unused_parameters=True)
     player = Player(case, world.rank, model)
     gradients = []
