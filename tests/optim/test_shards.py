@@ -33,65 +33,7 @@ from tests.support.tiers import slow
 BOTH = (("SGD", {"lr": 0.01, "momentum": 0.9}), ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}))
 each_kind = pytest.mark.parametrize(("kind", "settings"), BOTH, ids=["SGD", "AdamW"])
 gloo_and_mpi = pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
-
-
 each_shard = pytest.mark.parametrize("shard", ["node", "world"])
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
-        self.wide = nn.Linear(5, 70_001)
-        self.narrow = nn.Linear(70_001, 3)
-        self.first = nn.Linear(3, 3, dtype=torch.float64)
-        self.other = nn.Linear(3, 3, dtype=torch.float64)
-
-    def forward(self, x, branch=False):
-        x = self.narrow(self.wide(self.conv(x).mean((2, 3))).relu()).double()
-        return (self.other if branch else self.first)(x)
-
-
-def made(optimizer_class, settings, **reducer_settings):
-    torch.manual_seed(0)
-    model = Net()
-    reducer = ddp.Reducer(model, gradient_as_bucket_view=True, **reducer_settings)
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
-        {"params": [p for p in model.parameters() if p.dim() > 1]},
-    ]
-    return model, reducer, optimizer_class(groups, **settings, reducer=reducer)
-
-
-def loss_of(model, world, step, branch=False):
-    torch.manual_seed(100 * step + world.rank)
-    return model(torch.randn(4, 3, 8, 8), branch).tanh().mean()
-
-
-def one_copy(world, kind, settings):
-    model, _, optimizer = made(partial(getattr(ddp, kind), shard="node"), settings)
-    loss = loss_of(model, world, 0) + loss_of(model, world, 0, branch=True)
-    optimizer.backward_and_step(loss)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    state = dict(optimizer.state[model.wide.weight])
-    state.pop("step", None)  # each rank's own
-    for value, tensor in enumerate((model.wide.weight, *state.values()), 7):
-        dist.barrier()
-        if world.rank == world.world_size - 1:
-            torch.nn.init.constant_(tensor, value)
-        dist.barrier()
-        assert tensor.eq(value).all()
-    apart = copy.deepcopy(model)
-    torch.nn.init.constant_(apart.wide.weight, world.rank)  # each rank's own
-    dist.barrier()
-    assert apart.wide.weight.eq(world.rank).all()
-    assert model.wide.weight.eq(7.0).all()
-
-
-@each_kind
-@gloo_and_mpi
-def test_all_ranks_have_the_same_memory(crew, kind, settings):
-    crew(one_copy, kind, settings)
 
 
 X = torch.ones(1, 3)
@@ -110,6 +52,28 @@ def linear(group=None, model=None, same=True, kind="SGD", settings=None, shard="
         optimizer.backward_and_step(model(x).sum())
 
     return model, reducer, optimizer, step
+
+
+@each_kind
+@gloo_and_mpi
+@on("crew")
+def test_all_ranks_have_the_same_memory(world, kind, settings):
+    model, _, optimizer, step = linear(model=nn.Linear(3, 70_001), kind=kind, settings=settings)
+    step()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    state = dict(optimizer.state[model.weight])
+    state.pop("step", None)  # each rank's own
+    for value, tensor in enumerate((model.weight, *state.values()), 7):
+        dist.barrier()
+        if world.rank == world.world_size - 1:
+            torch.nn.init.constant_(tensor, value)
+        dist.barrier()
+        assert tensor.eq(value).all()
+    apart = copy.deepcopy(model)
+    torch.nn.init.constant_(apart.weight, world.rank)  # each rank's own
+    dist.barrier()
+    assert apart.weight.eq(world.rank).all()
+    assert model.weight.eq(7.0).all()
 
 
 @each_shard
@@ -267,7 +231,7 @@ KINDS = (("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("AdamW", {"we
 
 
 class Odd(nn.Module):
-    """Sizes that fill no cache line, a channels-last weight, a number, and an unused layer."""
+    """Sizes that fill no cache line, channels last, a number of float64, and an unused layer."""
 
     def __init__(self):
         super().__init__()
@@ -275,7 +239,7 @@ class Odd(nn.Module):
         # Larger than a block, so that a share ends inside it.
         self.conv = nn.Conv2d(3, 60, 3).to(memory_format=torch.channels_last)
         self.first, self.second = nn.Linear(60, 417), nn.Linear(417, 7)
-        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         self.unused = nn.Linear(3, 3)
         self.table = nn.Embedding(9, 7, sparse=True)
 
