@@ -57,6 +57,7 @@ def on_ranks(case: Case, size: int) -> Case:
 
 ALL = all_use(0, 1)
 LOCAL = (all_use(0, 1, no_sync=True), Backward(no_sync=True))
+PART = (all_use(0, no_sync=True), Backward(no_sync=True))
 STEP = (ALL, Backward(), Step(), Zero())
 OTHERS = Forward(((0,), (1,)))  # each rank its own
 SOME_USE_BOTH = Forward(((0, 1), (1,)))
@@ -77,6 +78,11 @@ PROGRAMS = {
     "Muon": program(*STEP, *LOCAL, *STEP, *STEP, optimizer="Muon", flat=True, momentum=0.9),
     "accumulated": program(*LOCAL, *LOCAL, *STEP[:3], Zero(False), *LOCAL, *STEP),
     "never zero": program(*STEP[:3], *STEP[:3], *STEP),
+    "accumulated in part": program(*STEP, *PART, *STEP),
+    "another order": program(*STEP, *STEP, all_use(1, 0), Backward(), Step(), Zero(), *STEP),
+    "another order on a rank": program(
+        *(*STEP, *STEP, Forward(((1, 0), (0, 1))), Backward(), Step(), Zero(), *STEP)
+    ),
     "forward in no_sync alone": program(all_use(0, 1, no_sync=True), Backward(), *STEP),
     "two forwards, a backward": program(ALL, ALL, Backward((0, 1)), Step(), Zero(), *STEP),
     "two forwards, two backwards": program(ALL, ALL, Backward((1,)), Backward(), Step()),
