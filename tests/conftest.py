@@ -78,6 +78,11 @@ def pair(ranks, request):
     return ranks(request.param, 2)
 
 
+@pytest.fixture(params=["gloo", slow("mpi")])
+def gloo_pair(ranks, request):
+    return ranks(request.param, 2)
+
+
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

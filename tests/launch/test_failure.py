@@ -52,8 +52,7 @@ def assert_ends(run):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "failure"),
-    [("start_ranks", KILL), slow("mpirun", RAISE), slow("torchrun", KILL)],
+    ("launcher", "failure"), [("start_ranks", KILL), slow("mpirun", RAISE), slow("torchrun", KILL)]
 )
 def test_a_rank_that_fails_ends_the_run(launcher, failure, tmp_path):
     (tmp_path / "program.py").write_text(FAILS.format(how=failure))

@@ -30,11 +30,7 @@ FAILURES = "max_restarts must be 0 to 50,000, got "
 @pytest.mark.parametrize(
     ("function", "options", "told"),
     [
-        (
-            partial(mistaken, threading.Lock()),
-            {},
-            r".*\(mistaken\): .* cannot be sent .*lock",
-        ),
+        (partial(mistaken, threading.Lock()), {}, r".*\(mistaken\): .* cannot be sent .*lock"),
         *((mistaken, {"counts": counts}, NO_RANK) for counts in ([], [0], [1, -1])),
         *((mistaken, {"max_restarts": n}, FAILURES) for n in (-1, 50_001)),
     ],

@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -100,6 +101,17 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
         assert p.stride() == q.stride(), name
 
 
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    own = dict(model.named_parameters())
+    first = [own.pop("p1"), own.pop("p6")]
+    return [{"params": own.values()}, {"params": first, "lr": 0.3, "momentum": 0.0}]
+
+
+def alternating(model: nn.Module) -> list[dict[str, Any]]:
+    own = list(model.parameters())
+    return [{"params": own[::2]}, {"params": own[1::2], "weight_decay": 0.2, "nesterov": True}]
+
+
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 ADAMW = {"kind": "AdamW", "weight_decay": 0.1}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -114,6 +126,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW, amsgrad": {"kind": "AdamW", "amsgrad": True, "weight_decay": 0.1, "maximize": True},
     "AdamW, tensor lr": ADAMW | {"lr": torch.tensor(1e-2), "betas": (0.7, 0.9), "eps": 1e-3},
     "Adam": {"kind": "Adam", "weight_decay": 0.1},
+    "two groups": MOMENTUM | {"groups": two_groups},
+    "alternating groups": MOMENTUM | {"groups": alternating},
+    "names": MOMENTUM | {"groups": nn.Module.named_parameters},
+    "bfloat16": MOMENTUM | {"make": partial(Net, torch.bfloat16)},
+    "complex64": MOMENTUM | {"make": partial(Net, torch.complex64)},  # Adam takes none
+    "AdamW, bfloat16": ADAMW | {"make": partial(Net, torch.bfloat16)},
+    "AdamW, float16": ADAMW | {"make": partial(Net, torch.float16)},
 }
 each_kind = pytest.mark.parametrize("options", [MOMENTUM, ADAMW], ids=["SGD", "AdamW"])
 
@@ -154,16 +173,6 @@ def test_bits_are_those_of_torch_and_state_goes_both_ways(options, cap):
     assert_same(pair.ours, other.ours)
 
 
-DTYPES = [torch.bfloat16, torch.complex64, slow(torch.float64), slow(torch.float16)]
-
-
-@each_kind
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_are_those_of_torch_in_every_dtype(options, dtype):
-    if not (dtype.is_complex and "kind" in options):  # torch's fused kernel takes none
-        Pair(lambda: Net(dtype), **options).train(3)
-
-
 class Layers(nn.Module):
     def __init__(self, *sizes: tuple[int, int]) -> None:
         super().__init__()
@@ -199,22 +208,6 @@ def test_one_call_per_bucket(options, rule, widths):
         assert sizes == [[bucket.flat.numel()] for bucket in buckets]
     for bucket in buckets:
         assert len({p.untyped_storage().data_ptr() for p in bucket.parameters()}) == 1
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    own = dict(model.named_parameters())
-    first = [own.pop("p1"), own.pop("p6")]
-    return [{"params": own.values()}, {"params": first, "lr": 0.3, "momentum": 0.0}]
-
-
-def alternating(model: nn.Module) -> list[dict[str, Any]]:
-    own = list(model.parameters())
-    return [{"params": own[::2]}, {"params": own[1::2], "weight_decay": 0.2, "nesterov": True}]
-
-
-@pytest.mark.parametrize("groups", [two_groups, alternating, nn.Module.named_parameters])
-def test_groups(groups):
-    Pair(groups=groups, **MOMENTUM).train()
 
 
 def test_parameters_added_later():

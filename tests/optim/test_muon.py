@@ -60,12 +60,6 @@ def same(one, other):
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-@pytest.fixture
-def crew(ranks, request):
-    backend, size = request.param.split("-")
-    return ranks(backend, int(size))
-
-
 every_crew = pytest.mark.parametrize("crew", ["gloo-1", "gloo-3", "mpi-2"], indirect=True)
 
 

@@ -30,12 +30,9 @@ from ddp_from_scratch.optim import shards
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
-BOTH = (("SGD", {"lr": 0.01, "momentum": 0.9}), ("AdamW", {"lr": 1e-3, "weight_decay": 0.1}))
-each_kind = pytest.mark.parametrize(("kind", "settings"), BOTH, ids=["SGD", "AdamW"])
-gloo_and_mpi = pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
+KINDS = (("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("AdamW", {"weight_decay": 0.1}))
+each_kind = pytest.mark.parametrize(("kind", "settings"), KINDS, ids=[kind for kind, _ in KINDS])
 each_shard = pytest.mark.parametrize("shard", ["node", "world"])
-
-
 X = torch.ones(1, 3)
 
 
@@ -55,8 +52,7 @@ def linear(group=None, model=None, same=True, kind="SGD", settings=None, shard="
 
 
 @each_kind
-@gloo_and_mpi
-@on("crew")
+@on("gloo_pair")
 def test_all_ranks_have_the_same_memory(world, kind, settings):
     model, _, optimizer, step = linear(model=nn.Linear(3, 70_001), kind=kind, settings=settings)
     step()
@@ -152,8 +148,7 @@ def test_takes_all_parameters_but_those_that_are_ignored(world):
     ddp.check_sync(model, ignore=names)
 
 
-@gloo_and_mpi
-@on("crew")
+@on("gloo_pair")
 def test_gives_memory_that_was_moved_from_back(world):
     group = dist.new_group()
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
@@ -169,8 +164,7 @@ def test_gives_memory_that_was_moved_from_back(world):
     assert weight.equal(expected)
 
 
-@gloo_and_mpi
-@on("crew")
+@on("gloo_pair")
 def test_returns_when_all_shares_are_written(world):
     """Rank 1 writes its share when rank 0 waits for it, or has not waited and continues."""
     model, _, optimizer, step = linear(model=nn.Linear(300, 300, bias=False))
@@ -226,8 +220,6 @@ def test_refuses_gradients_that_are_not_shared(world):
 
 
 # What the ranks divide, beside what they do not ---------------------------------------------------
-
-KINDS = (("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("AdamW", {"weight_decay": 0.1}))
 
 
 class Odd(nn.Module):
@@ -390,7 +382,10 @@ def check_equal(one, other):
     assert one[2] == other[2]
 
 
-def divided(world, kind, settings):
+@each_kind
+@pytest.mark.parametrize("crew", ["gloo-2", slow("gloo-3"), slow("mpi-3")], indirect=True)
+@on("crew")
+def test_ranks_that_divide_a_step_get_the_bits_of_those_that_do_not(world, kind, settings):
     undivided = partial(trained, world, kind, "none", settings)
     plain, clipped, relaid = undivided(), undivided(clip=0.3), undivided(relaid=True)
     programs = {program: undivided(program=program) for program in (scaled, changing)}
@@ -405,12 +400,6 @@ def divided(world, kind, settings):
             check_equal(case(relaid=True), relaid)
             for program, expected in programs.items():
                 check_equal(case(program=program), expected)
-
-
-@pytest.mark.parametrize(("kind", "settings"), KINDS, ids=[kind for kind, _ in KINDS])
-@pytest.mark.parametrize("crew", ["gloo-2", slow("gloo-3"), slow("mpi-3")], indirect=True)
-def test_ranks_that_divide_a_step_get_the_bits_of_those_that_do_not(crew, kind, settings):
-    crew(divided, kind, settings)
 
 
 @pytest.mark.parametrize("crew", ["gloo-2", "gloo-3"], indirect=True)

@@ -11,7 +11,6 @@ from torch import nn
 from ddp_from_scratch import DistributedDataParallel as Ours
 from ddp_from_scratch import Reducer, broadcast_parameters
 from tests.support.on_ranks import on
-from tests.support.tiers import slow
 
 
 class Counted(nn.Module):
@@ -24,8 +23,7 @@ class Counted(nn.Module):
         return (self.p * x * self.b).sum()
 
 
-@pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
-@on("crew")
+@on("gloo_pair")
 def test_rank_0s_at_the_end_of_what_averages(world):
     """Not of what accumulates; nothing is sent in forward, and nothing that is ignored."""
     model = Counted(5.0 + world.rank)

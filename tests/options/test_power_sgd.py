@@ -145,7 +145,13 @@ def test_on_one_machine_nothing_is_compressed(world):
         assert model.matrix.grad.eq(1 + left).all()
 
 
-def low_rank_between(world, sizes):
+@pytest.mark.parametrize(
+    ("crew", "sizes"),
+    [("gloo-3", (2, 1)), slow("gloo-4", (2, 2)), slow("mpi-3", (1, 2))],
+    indirect=["crew"],
+)
+@on("crew")
+def test_between_machines_their_means_are_compressed(world, sizes):
     """As one rank a machine, with the mean of its ranks' gradients and as much weight."""
     group, alone = group_over(world, sizes), [1] * world.world_size
     states = [PowerSGDState(1, 1, g) for g in (group, group_over(world, alone))]
@@ -173,10 +179,3 @@ def low_rank_between(world, sizes):
         torch.testing.assert_close(first, second)
     assert (states[0].sent, states[0].of) == (4 * (22 + 5), 4 * 125)
     assert is_rank_0s(models[0].matrix.grad)
-
-
-@pytest.mark.parametrize(
-    ("backend", "sizes"), [("gloo", (2, 1)), slow("gloo", (2, 2)), slow("mpi", (1, 2))]
-)
-def test_between_machines_their_means_are_compressed(ranks, backend, sizes):
-    ranks(backend, sum(sizes))(low_rank_between, sizes)

@@ -111,7 +111,12 @@ PROGRAMS = {
 SETTINGS = ["shared memory", "messages", "own group", "small buckets", "two collectives"]
 
 
-def train(world, program, setting):
+CASES = spread(PROGRAMS, SETTINGS, ["gloo-2", "mpi-2", "gloo-3"])
+
+
+@pytest.mark.parametrize(("program", "setting", "crew"), CASES, indirect=["crew"])
+@on("crew")
+def test_ranks_train_as_one_process_does(world, program, setting):
     kinds, options, loss = PROGRAMS[program]
     torch.manual_seed(0)
     modules = [kind() for kind in kinds]
@@ -145,15 +150,6 @@ def train(world, program, setting):
     if group is not None:
         dist.destroy_process_group(group)
     torch.testing.assert_close(*parameters, rtol=0, atol=1e-6)
-
-
-CREWS = ["gloo-2", "mpi-2", "gloo-3"]
-
-
-@pytest.mark.parametrize(("program", "setting", "crew"), spread(PROGRAMS, SETTINGS, CREWS))
-def test_ranks_train_as_one_process_does(ranks, program, setting, crew):
-    backend, world_size = crew.split("-")
-    ranks(backend, int(world_size))(train, program, setting)
 
 
 @pytest.mark.parametrize("outer", [0, 1])

@@ -263,8 +263,10 @@ class Oracle:
 
     def _incomplete(self) -> dict[int, str]:
         def names(counted: set[int]) -> str:
-            missing = [self._players[0].parameters[i] for i in self._trainable - counted]
-            return "".join(f"(?=.*{escape(self._names[id(p)])})" for p in missing)
+            """Those of all that are missing, and of no others."""
+            parameters = self._players[0].parameters
+            found = {i: escape(self._names[id(parameters[i])]) for i in self._trainable}
+            return "".join(f"(?{'!' if i in counted else '='}.*{n}\\b)" for i, n in found.items())
 
         return {rank: UNUSED + names(c) for rank, c in enumerate(self._counted) if c}
 

@@ -16,9 +16,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from ddp_from_scratch import DistributedDataParallel as Ours
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own, recorded
-from tests.support.tiers import slow
-
-gloo_and_mpi = pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
 
 
 @on("gloo-2")
@@ -62,8 +59,7 @@ class Casts(nn.Module):
         return self.fc(x + more["y"]) * self.b
 
 
-@gloo_and_mpi
-@on("crew")
+@on("gloo_pair")
 def test_mixed_precision(world):
     bf16, fp16 = torch.bfloat16, torch.float16
     for reduce_dtype, size in ((None, 2), (torch.float32, 4)):
@@ -82,8 +78,7 @@ def test_mixed_precision(world):
         assert weight.grad.tolist() == [[8.0] * 4] * 4
 
 
-@gloo_and_mpi
-@on("crew")
+@on("gloo_pair")
 def test_copies(world):
     for how in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
         model = Ours(Terms(1, 2), find_unused_parameters=True, bucket_cap_mb=0)

@@ -3,8 +3,6 @@
 On the mpi backend, which these programs of torch's use for all that they send.
 """
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -69,21 +67,6 @@ def test_distributed_checkpoints_go_both_ways(world, tmp_path, source, target):
     torch.testing.assert_close(whole(model, optimizer), saved, rtol=0, atol=0)
     if target == "ours":
         assert get_model_state_dict(model).keys() == model.module.state_dict().keys()
-
-
-@on("mpi-2")
-def test_a_pipeline_of_two_ranks(world):
-    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-
-    torch.manual_seed(0)
-    layers, inputs = [nn.Linear(4, 8), nn.Linear(8, 2)], torch.randn(8, 4)
-    own, alone = layers[world.rank], copy.deepcopy(nn.Sequential(*layers))
-    stage = PipelineStage(own, world.rank, 2, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, t: (y - t).square().sum())
-    schedule.step(inputs) if world.rank == 0 else schedule.step(target=torch.ones(8, 2))
-    (alone(inputs) - 1).square().sum().div(4).backward()
-    for ours, expected in zip(own.parameters(), alone[world.rank].parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, expected.grad)
 
 
 def pipelined(world, class_, unused):

@@ -16,27 +16,13 @@ MODEL = nn.Linear(4, 3)
 
 
 def state(step):
-    """What a run of one rank writes after so many steps, with PowerSGD and loss scaling."""
-    weights = {"weight": torch.full((3, 4), float(step)), "bias": torch.zeros(3)}
-    momenta = {i: {"momentum_buffer": torch.zeros_like(w)} for i, w in enumerate(weights.values())}
-    errors = [{"weight": torch.zeros(3, 4)}]
+    """The part that is looked at here of what a run writes after so many steps."""
     return {
-        "model": weights,
+        "model": {"weight": torch.full((3, 4), float(step)), "bias": torch.zeros(3)},
         "model_spec": {"name": "mlp", "channels": 1, "image_size": 8, "num_classes": 10},
-        "optimizer": {"state": momenta, "param_groups": [{"params": [0, 1]}]},
-        "scaler": torch.amp.GradScaler("cpu").state_dict(),
-        "compression": {"iteration": step, "errors": errors, "loss_scale": 1.0}
-        | {"qs": {"weight": torch.zeros(4, 1)}},
-        "ready_order": ["bias", "weight"],
-        "buckets": {"bucket_cap_mb": [1.0, 25.0], "overlap": True},
         "epoch": 0,
         "step": step,
-        "images": 32 * step,
-        "totals": torch.zeros(3, dtype=torch.float64),
-        "rng": [checkpoint.rng_state()],
-        "settings": Settings(compress="powersgd", precision="fp16").as_saved(),
-        "world_size": 1,
-        "global_batch_size": 32,
+        "settings": Settings().as_saved(),
     }
 
 
@@ -103,12 +89,10 @@ def test_one_that_may_be_whole_is_not_passed_over(tmp_path, monkeypatch):
     newer = checkpoint.save(tmp_path, state(2))
     monkeypatch.undo()
     told = "checkpoint version 2, this program reads up to 1: install a newer"
-    with pytest.raises(UsageError, match=told):
-        newest(tmp_path)
+    assert told in refusal(newest, tmp_path)
     newer.unlink()
     newer.symlink_to(newer.name)  # an OSError whoever runs the tests
-    with pytest.raises(UsageError, match=r"cannot read checkpoint .*-000002\.pt: Too many"):
-        newest(tmp_path)
+    assert "-000002.pt: Too many" in refusal(newest, tmp_path)
     assert checkpoint.files(tmp_path)[0] == newer
 
 
@@ -130,8 +114,7 @@ def test_a_run_goes_back_to_the_newest_whole_one_and_says_so(tmp_path, capsys):
     assert checkpoint.files(tmp_path) == [newer, good]
     for path in (good, newer):
         path.write_bytes(b"")
-    with pytest.raises(UsageError, match=r"no checkpoint in .* can be read"):
-        newest(tmp_path)
+    assert f"no checkpoint in {tmp_path} can be read" in refusal(newest, tmp_path)
     assert newest(tmp_path / "nothing") is None
 
 
@@ -180,8 +163,7 @@ def test_a_failed_write_leaves_the_older_checkpoint(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"--checkpoint-dir .*file/x cannot be written to: Not a"):
         checkpoint.prepare_folder(tmp_path / "file" / "x", resume=None)
-    with pytest.raises(UsageError, match="cannot write checkpoint"):
-        checkpoint.save(tmp_path / "file" / "x", state(1))
+    assert "cannot write checkpoint" in refusal(checkpoint.save, tmp_path / "file" / "x", state(1))
     save = torch.save
 
     def full_disk(content, file):

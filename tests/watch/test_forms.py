@@ -8,14 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ddp_from_scratch.watch.recorder import (
-    Marks,
-    Record,
-    StepMarks,
-    moved,
-    rank_times,
-    step_times,
-)
+from ddp_from_scratch.watch.recorder import Marks, Record, StepMarks, moved, rank_times, step_times
 from ddp_from_scratch.watch.render import COLOURS, WIDTH, as_html, as_text, draw
 from tests.support.ranks import ROOT
 
@@ -147,8 +140,6 @@ def test_clocks_of_several_machines():
     assert (first.begin, second.begin) == pytest.approx((0, 1))
     assert second.arrived == (("b", pytest.approx(41)), ("a", pytest.approx(61)))
     assert second.buckets[0].pack == pytest.approx((41, 43))
-
-
-def test_a_bucket_moves_after_those_before_it():
+    # A bucket moves after those before it.
     _, second = record(late=0.0).steps[0].ranks[0].buckets
     assert (second.met, second.moving, second.sent[1]) == pytest.approx((62, 64, 80))

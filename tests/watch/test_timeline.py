@@ -63,13 +63,8 @@ def closed(timeline):
     return timeline.record.steps
 
 
-@pytest.fixture(params=["gloo", slow("mpi")])
-def both(ranks, request):
-    return ranks(request.param, 2)
-
-
 @pytest.mark.parametrize("at_once", [False, slow(True)])
-@on("both")
+@on("gloo_pair")
 def test_every_event_of_every_step_is_recorded_in_its_order(world, tmp_path, at_once):
     folder = tmp_path / "made" / "there"
     model, reducer, step = made(ddp.SGD, bucket_cap_mb=0)
@@ -104,7 +99,7 @@ def test_every_event_of_every_step_is_recorded_in_its_order(world, tmp_path, at_
     assert (folder / "timeline.html").exists()
 
 
-@on("both")
+@on("gloo_pair")
 def test_a_bucket_that_lands_during_backward(world):
     """The second gradient is computed once the first bucket has landed, behind backward."""
     model = Terms(2, 2)
@@ -123,7 +118,7 @@ def test_a_bucket_that_lands_during_backward(world):
         assert first.sent[1] < second.pack[0] <= first.wait[0]
 
 
-@on("both")
+@on("gloo_pair")
 def test_offsets_of_clocks_are_within_their_errors(world):
     # As if each rank were a machine of its own, all with one clock: the true offset is 0.
     hosts = [str(rank) for rank in range(world.world_size)]
