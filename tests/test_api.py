@@ -50,14 +50,8 @@ def test_public_names_are_these_and_have_docstrings():
     assert ddp.__all__ == PUBLIC
     assert (PACKAGE / "py.typed").exists()
     documented = {name: getattr(ddp, name) for name in PUBLIC}
-    for name in (
-        "Reducer",
-        "DistributedDataParallel",
-        "JoinableReducer",
-        "Muon",
-        "SGD",
-        "SyncBatchNorm",
-    ):
+    classes = "Reducer DistributedDataParallel JoinableReducer Muon SGD SyncBatchNorm"
+    for name in classes.split():
         methods = vars(documented[name]).items()
         documented |= {f"{name}.{m}": value for m, value in methods if not m.startswith("_")}
     assert [name for name, value in documented.items() if not inspect.getdoc(value)] == []

@@ -107,10 +107,8 @@ def test_the_notebook_runs_and_may_run_again(tmp_path, monkeypatch):
     notebook.cells.append(nbformat.from_dict(starts))
     path = f"import sys; sys.path.insert(0, {str(ROOT)!r})"
     notebook.cells.insert(0, nbformat.v4.new_code_cell(path))
-    client = nbclient.NotebookClient(
-        notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}
-    )
-    client.execute()
+    where = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=60, resources=where).execute()
     cells = [cell for cell in notebook.cells if "start_ranks(train" in cell.source]
     printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     sums = [re.findall(r"rank \d: parameters (\w+)", text) for text in printed]

@@ -1,6 +1,5 @@
 """A group of the node backend beside a gloo group: when it is opened, closed, and shown."""
 
-import contextlib
 import gc
 import weakref
 
@@ -12,15 +11,6 @@ from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.node import shared_memory_group
 from tests.support.machines import group_over
 from tests.support.on_ranks import on
-
-
-@contextlib.contextmanager
-def groups_of(*members):
-    groups = [dist.new_group(ranks) for ranks in members]
-    yield groups
-    for group in groups:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
 
 
 @on("gloo-3")
@@ -45,29 +35,27 @@ def test_it_is_opened_once_and_closed_with_its_gloo_group(world):
 @on("gloo-2")
 def test_where_nothing_is_shared(world):
     """One rank alone, or alone on its machine, stays with gloo."""
-    with groups_of(*[[rank] for rank in range(world.world_size)]) as groups:
-        model = torch.nn.Linear(2, 2)
-        reducer = Reducer(model, groups[world.rank])
-        optimizer = SGD(model.parameters(), lr=1.0, shard="node", reducer=reducer)
-        before = model.bias.clone()
-        optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
-        assert torch.equal(model.bias, before - 1)
-        assert "by gloo" in repr(reducer)
-        reducer.remove()
+    groups = [dist.new_group([rank]) for rank in range(world.world_size)]
+    model = torch.nn.Linear(2, 2)
+    reducer = Reducer(model, groups[world.rank])
+    optimizer = SGD(model.parameters(), lr=1.0, shard="node", reducer=reducer)
+    before = model.bias.clone()
+    optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
+    assert torch.equal(model.bias, before - 1)
+    assert "by gloo" in repr(reducer)
     group = group_over(world, [1] * world.world_size)
     assert shared_memory_group(group) is group
-    dist.destroy_process_group(group)
 
 
 @on("gloo-3")
 def test_in_part_of_the_ranks(world):
     """torch names the groups that come later by a count that all ranks must agree on."""
-    with groups_of([0], [0, 1], [1, 2]) as (_, first, second):
-        if world.rank < 2:
-            shared_memory_group(first)
-        with groups_of(None) as (later,):
-            for group in (dist.group.WORLD, later, first, second):
-                if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                    tensor = torch.ones(1)
-                    dist.all_reduce(tensor, group=shared_memory_group(group))
-                    assert tensor.item() == group.size()
+    _, first, second = (dist.new_group(ranks) for ranks in ([0], [0, 1], [1, 2]))
+    if world.rank < 2:
+        shared_memory_group(first)
+    later = dist.new_group()
+    for group in (dist.group.WORLD, later, first, second):
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor, group=shared_memory_group(group))
+            assert tensor.item() == group.size()

@@ -52,7 +52,6 @@ def over_machines(world, sizes):
         group.allreduce([tensor], crossing=torch.bfloat16).wait()
         sums = [257.0 * size for size in sizes] if numel > 9 else [257.0] * n
         assert tensor.eq(torch.tensor(sums).bfloat16().sum().float()).all(), numel
-    dist.destroy_process_group(group)
 
 
 def in_windows(world, sizes):
@@ -85,15 +84,12 @@ def check_windows(world, group, copies_nothing):
                 with not_called(group, "__call__", in_window and copies_nothing):
                     dist.all_gather_into_tensor(output, tensor, group=group)
                 assert torch.equal(output, torch.cat(expected))
-    dist.destroy_process_group(group)
 
 
 def not_called(group, method, holds):
     """The exchange through the stage or by messages, which copies."""
-    error = AssertionError("copied")
-    return (
-        patch.object(type(group._exchange), method, side_effect=error) if holds else nullcontext()
-    )
+    copies = patch.object(type(group._exchange), method, side_effect=AssertionError("copied"))
+    return copies if holds else nullcontext()
 
 
 def asleep(seconds, sleep=time.sleep):
@@ -109,12 +105,10 @@ def failures_over_machines(world, sizes):
         with pytest.raises(RuntimeError, match=missing), patch.object(time, "sleep", asleep):
             dist.barrier(group)
     dist.barrier()
-    dist.destroy_process_group(group)
     # Different calls are told, wherever they come from.
     group = group_over(world, sizes, PATIENCE)
     with pytest.raises(RuntimeError, match=r"different operations: .* another machine's ranks all"):
         dist.all_reduce(torch.ones(5 if near else 6), group=group)
-    dist.destroy_process_group(group)
 
 
 # Elements: none, fewer than ranks, on either side of what 2 and 3 ranks gather, of what is left to
@@ -146,7 +140,6 @@ def sixteen_bits(world, sizes):
         bits = [None] * n
         dist.all_gather_object(bits, tensor.view(torch.uint8).numpy().tobytes())
         assert len(set(bits)) == 1, numel
-    dist.destroy_process_group(group)
 
 
 # Each with the machines' sizes: node over the first in the quick tier; mpi and node in turn.

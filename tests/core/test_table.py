@@ -58,7 +58,8 @@ def on_ranks(case: Case, size: int) -> Case:
 ALL = all_use(0, 1)
 LOCAL = (all_use(0, 1, no_sync=True), Backward(no_sync=True))
 PART = (all_use(0, no_sync=True), Backward(no_sync=True))
-STEP = (ALL, Backward(), Step(), Zero())
+END = (Backward(), Step(), Zero())
+STEP = (ALL, *END)
 OTHERS = Forward(((0,), (1,)))  # each rank its own
 SOME_USE_BOTH = Forward(((0, 1), (1,)))
 ONE_BY_ONE = {"find_unused_parameters": True, "bucket_cap_mb": 0}
@@ -79,17 +80,13 @@ PROGRAMS = {
     "accumulated": program(*LOCAL, *LOCAL, *STEP[:3], Zero(False), *LOCAL, *STEP),
     "never zero": program(*STEP[:3], *STEP[:3], *STEP),
     "accumulated in part": program(*STEP, *PART, *STEP),
-    "another order": program(*STEP, *STEP, all_use(1, 0), Backward(), Step(), Zero(), *STEP),
-    "another order on a rank": program(
-        *(*STEP, *STEP, Forward(((1, 0), (0, 1))), Backward(), Step(), Zero(), *STEP)
-    ),
+    "another order": program(*STEP, *STEP, all_use(1, 0), *END, *STEP),
+    "another order on a rank": program(*STEP, *STEP, Forward(((1, 0), (0, 1))), *END, *STEP),
     "forward in no_sync alone": program(all_use(0, 1, no_sync=True), Backward(), *STEP),
     "two forwards, a backward": program(ALL, ALL, Backward((0, 1)), Step(), Zero(), *STEP),
     "two forwards, two backwards": program(ALL, ALL, Backward((1,)), Backward(), Step()),
-    "a graph twice": program(ALL, Backward(keep=True), Backward(), Step(), Zero(), *STEP),
-    "a graph twice, at first locally": program(
-        *(ALL, Backward(keep=True, no_sync=True), Backward(), Step(), Zero(), *STEP)
-    ),
+    "a graph twice": program(ALL, Backward(keep=True), *END, *STEP),
+    "a graph twice, at first locally": program(ALL, Backward(keep=True, no_sync=True), *END, *STEP),
     "a loss in parts": program(
         *((ALL, Backward(outputs="first", keep=True), Backward(outputs="rest"), Step(), Zero()) * 2)
     ),
@@ -113,25 +110,25 @@ PROGRAMS = {
         branches=((0, 1), (2,)),
     ),
     "sparse, momentum": program(
-        *(ALL, Backward(keep=True), Backward(), Step(), Zero(), *STEP, *STEP),
+        *(ALL, Backward(keep=True), *END, *STEP, *STEP),
         parameters=(Parameter(5, kind="table"), Parameter(3)),
         branches=((0,), (1,)),
         momentum=0.9,
     ),
     "unused, other ones on each rank": program(
-        *(OTHERS, Backward(), Step(), Zero(), all_use(2), Backward(), Step(), Zero(False)),
-        *(OTHERS, Backward(no_sync=True), all_use(2), Backward(), Step(), Zero(), *STEP),
+        *(OTHERS, *END, all_use(2), Backward(), Step(), Zero(False)),
+        *(OTHERS, Backward(no_sync=True), all_use(2), *END, *STEP),
         *(OTHERS, Backward(keep=True), Backward(), OTHERS, Backward()),
         **UNUSED,
     ),
     "unused, several forwards": program(
         *(all_use(0), OTHERS, Backward((0, 1)), Step(), Zero()),
-        *(all_use(0), OTHERS, Backward((1,)), Backward(), Step(), Zero()),
+        *(all_use(0), OTHERS, Backward((1,)), *END),
         *(all_use(0, 2), Backward(outputs="rest"), all_use(1), Backward(), Step()),
         **UNUSED,
     ),
     "unused tables": program(
-        *(OTHERS, Backward(), Step(), Zero(), all_use(1), Backward(), Step()),
+        *(OTHERS, *END, all_use(1), Backward(), Step()),
         parameters=(Parameter(3, kind="table"), Parameter(4, kind="table"), Parameter(2)),
         branches=((0,), (1,), (2,)),
         find_unused_parameters=True,
@@ -140,8 +137,7 @@ PROGRAMS = {
         *(*STEP, Freeze(1), *STEP, Freeze(1, False, 0), *STEP, Freeze(1, False), *STEP), **UNUSED
     ),
     "static, unused": program(
-        *(OTHERS, Backward(), Step(), Zero(), OTHERS, Backward(no_sync=True)),
-        *(OTHERS, Backward(), Step(), Zero(), OTHERS, Backward(), Step()),
+        *(OTHERS, *END, OTHERS, Backward(no_sync=True), OTHERS, *END, OTHERS, Backward(), Step()),
         **STATIC,
     ),
     "checkpointed": program(*STEP, *LOCAL, *STEP, checkpoint="not reentrant"),
@@ -150,18 +146,16 @@ PROGRAMS = {
         *(*STEP, *LOCAL, *STEP, *STEP), checkpoint="reentrant", **STATIC
     ),
     "checkpointed, unused": program(
-        *(OTHERS, Backward(), Step(), Zero(), all_use(2, 0), Backward(), Step()),
-        checkpoint="reentrant",
-        **UNUSED,
+        *(OTHERS, *END, all_use(2, 0), Backward(), Step()), checkpoint="reentrant", **UNUSED
     ),
     "autocast": program(*STEP, *LOCAL, *STEP, autocast=True),
-    "weighed": program(ALL, Weigh((1, 3)), Backward(), Step(), Zero(), *STEP, Weigh((0, 2)), *STEP),
+    "weighed": program(ALL, Weigh((1, 3)), *END, *STEP, Weigh((0, 2)), *STEP),
     "join": program(
         *(*STEP, Join((1, 3)), *STEP, Join((2, 0), initial=False), *STEP, Join((0, 2)), *STEP),
         buffers=True,
         broadcast_buffers=True,
     ),
-    "join, unused": program(Join((1, 3)), OTHERS, Backward(), Step(), Zero(), **UNUSED),
+    "join, unused": program(Join((1, 3)), OTHERS, *END, **UNUSED),
     "buffers": program(*STEP, Evaluate(0), *LOCAL, *STEP, buffers=True, broadcast_buffers=True),
     "batch norm": program(*STEP, Evaluate(1), *LOCAL, Weigh((2, 2)), *STEP, batch_norm=True),
     "moved": program(*STEP, ALL, Backward(), Move(), Step(), *LOCAL, Move(), *STEP, Zero(), *STEP),
@@ -183,11 +177,10 @@ PROGRAMS = {
     "views from now on": program(
         *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP)
     ),
-    "another Reducer": program(*STEP, *LOCAL, Again(), ALL, Backward(), Step(), Zero(), *STEP),
+    "another Reducer": program(*STEP, *LOCAL, Again(), ALL, *END, *STEP),
     "transformed on a rank": program(Transform(0), *STEP, Transform(1), *STEP),
     "transformed, unused": program(
-        *(Transform(0), OTHERS, Backward(), Step(), Zero(), Transform(1), OTHERS, Backward()),
-        **UNUSED,
+        *(Transform(0), OTHERS, *END, Transform(1), OTHERS, Backward()), **UNUSED
     ),
     "written in forward": program(*STEP, *STEP, writes="equal"),
     # What random programs have found.
@@ -201,7 +194,7 @@ PROGRAMS = {
         *(SOME_USE_BOTH, Backward(), Zero(), *STEP), batch_norm=True, **ONE_BY_ONE
     ),
     "batch norm, a branch below it always on the same ranks": program(
-        *((SOME_USE_BOTH, Backward(), Step(), Zero()) * 3),
+        *((SOME_USE_BOTH, *END) * 3),
         batch_norm=True,
         checkpoint="not reentrant",
         **ONE_BY_ONE | {"find_unused_parameters": False, "static_graph": True},
@@ -231,11 +224,9 @@ PROGRAMS = {
     "error: weighed, batch norm": program(*STEP, Weigh((1, 3)), *STEP, batch_norm=True),
     "error: frozen later": program(*STEP, Freeze(1), ALL),
     "error: thawed later": program(*STEP, Freeze(1, False), ALL, parameters=FROZEN),
-    "error: not static": program(
-        *(all_use(0, 1), Backward(), Step(), Zero(), all_use(0, 2), Backward()), **STATIC
-    ),
+    "error: not static": program(all_use(0, 1), *END, all_use(0, 2), Backward(), **STATIC),
     "error: not static under no_sync": program(
-        *(all_use(0), Backward(), Step(), Zero(), all_use(2, no_sync=True), Backward(no_sync=True)),
+        *(all_use(0), *END, all_use(2, no_sync=True), Backward(no_sync=True)),
         *(all_use(0), Backward()),
         **STATIC,
     ),

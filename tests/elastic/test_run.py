@@ -192,24 +192,15 @@ def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(tmp_path, capfd):
     assert "step 4 failed again with ValueError: no" in said
 
 
-def test_what_cannot_go_on_is_refused(tmp_path):
-    world = ddp.World(0, 1, 0, 1, 0, "none", "mpi", None)
-    gloo = replace(world, backend="gloo")
-    reducer = ddp.Reducer.__new__(ddp.Reducer)
-    reducer._virtual_ranks = None
-    with pytest.raises(
-        RuntimeError, match="this Reducer has no virtual ranks: make it with virtual_ranks=V"
-    ):
-        ddp.elastic(gloo, reducer, None)
-    with pytest.raises(ddp.UsageError, match="needs gloo, and the backend is mpi"):
-        ddp.elastic(world, None, None)
-
-
-def test_an_attempt_is_one_step_of_one_optimizer():
+def test_what_cannot_go_on_is_refused_and_an_attempt_is_one_step_of_one_optimizer():
     with ddp.process_group("gloo") as world:
-        model = torch.nn.Linear(2, 2)
-        reducer = ddp.Reducer(model, virtual_ranks=1)
+        model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        reducer, without = ddp.Reducer(model, virtual_ranks=1), ddp.Reducer(other)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match="no virtual ranks: make it with virtual_ranks=V"):
+            ddp.elastic(world, without, optimizer)
+        with pytest.raises(ddp.UsageError, match="needs gloo, and the backend is mpi"):
+            ddp.elastic(replace(world, backend="mpi"), reducer, optimizer)
         with pytest.raises(TypeError, match="takes one optimizer"):
             ddp.elastic(world, reducer, optimizer, torch.optim.Adam(model.parameters()))
         run = ddp.elastic(world, reducer, optimizer)

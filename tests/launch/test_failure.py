@@ -152,6 +152,7 @@ class Ended(BaseException):
 
 CLOSED = "[/src/gloo/tcp/pair.cc:547] Connection closed by peer"
 TIMEOUT = "Application timeout caused pair closure"
+WATCHDOG = "NCCL watchdog: remote error"
 ABORTED = "NCCL communicator was aborted on rank 1"
 FULL_SHM = """\
 NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error \
@@ -182,11 +183,7 @@ LOST = "error: rank 0 lost the other ranks: {}\n".format
         (RuntimeError(TIMEOUT), 1, LOST(TIMEOUT)),
         (dist.DistBackendError(ABORTED), 1, LOST(ABORTED)),
         (dist.DistBackendError(PEER_GONE), 1, LOST(PEER_GONE.partition("\n")[0])),
-        (
-            dist.DistBackendError("NCCL watchdog: remote error"),
-            1,
-            LOST("NCCL watchdog: remote error"),
-        ),
+        (dist.DistBackendError(WATCHDOG), 1, LOST(WATCHDOG)),
         # A failure of NCCL that is the rank's own, with NCCL's reason.
         (
             dist.DistBackendError(FULL_SHM),

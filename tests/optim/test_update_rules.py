@@ -75,9 +75,8 @@ def test_bits_are_those_of_torch_for_every_size(kind, cut, dtype, threads):
 def test_bits_are_those_of_torch_whatever_the_vectors(capability):
     """In a process of its own: torch chooses its kernels once."""
     again = [sys.executable, "-m", "pytest", "-q", __file__, "-k", "for_every_size"]
-    done = subprocess.run(
-        again, env=os.environ | {"ATEN_CPU_CAPABILITY": capability}, capture_output=True, text=True
-    )
+    environ = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    done = subprocess.run(again, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
 

@@ -119,7 +119,6 @@ def searched(world, options):
         with patch.object(tuning, "clock", None):
             averaged(reducer, world)
             averaged(reducer, world)
-    reducer.remove()
     return ways, (reducer.bucket_cap_mb, reducer.overlap), reducer.buckets
 
 

@@ -651,8 +651,6 @@ def play(world: Any, case: Case, as_torch: bool, together: bool) -> tuple[Played
         player.remove()
         played.recovered = _trains_on(world, case, model)
     dist.barrier()
-    if group is not None:
-        dist.destroy_process_group(group)
     if not as_torch:
         return played, None
     return played, _play(Torchs(case, world.rank, Net(case, world.rank, world.device)))

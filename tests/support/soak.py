@@ -217,10 +217,6 @@ def soak(operations: int, seed: int, kinds: list[str]) -> tuple[list[str], int]:
         ranks = sorted(choose.sample(range(world_size), size))
         return Group(ranks, dist.new_group(ranks))
 
-    def close(group: Group) -> None:
-        if rank in group.ranks:
-            dist.destroy_process_group(group.handle)
-
     def check_until(left: int, which: Callable[[int], int] = lambda count: 0) -> None:
         nonlocal checked
         while len(pending) > left:
@@ -236,13 +232,13 @@ def soak(operations: int, seed: int, kinds: list[str]) -> tuple[list[str], int]:
     for number in range(operations):
         if number % OPERATIONS_PER_GROUP == OPERATIONS_PER_GROUP - 1:
             check_until(0)
-            close(groups.pop(choose.randrange(1, len(groups))))
+            old = groups.pop(choose.randrange(1, len(groups)))
+            if rank in old.ranks:
+                dist.destroy_process_group(old.handle)
             groups.append(new_group())
         operation = Operation(seed, number, groups, kinds)
         if operation.me is not None:
             pending.append((operation, getattr(operation, operation.kind)()))
         check_until(operation.depth, operation.choose.randrange)
     check_until(0)
-    for group in groups[1:]:
-        close(group)
     return wrong, checked

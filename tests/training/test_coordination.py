@@ -32,9 +32,7 @@ DIFFERENT = {
 def test_every_setting_is_compared_or_a_ranks_own():
     names = {field.name for field in fields(Settings)}
     assert Settings().to_compare().keys() == {option_of(name) for name in names - OWN}
-    auto, elsewhere = (
-        Settings(resume="auto", checkpoint_dir=Path(folder)).to_compare() for folder in "cd"
-    )
+    auto, elsewhere = (Settings(resume="auto", checkpoint_dir=Path(f)).to_compare() for f in "cd")
     assert auto == elsewhere
     assert auto["--resume"] == "auto"  # which all decide by rank 0's folder
 

@@ -189,9 +189,8 @@ def refusals(world, stopped):
     make_trainer(world, stopped, resume="auto").run()  # it has let go
     told = refused(model="mlp", sync_batch_norm=True)
     assert "--sync-batch-norm: mlp has no batch norm" in told
-    assert "--virtual-ranks must be at least the number of ranks, 2, got 1" in refused(
-        virtual_ranks=1
-    )
+    told = refused(virtual_ranks=1)
+    assert "--virtual-ranks must be at least the number of ranks, 2, got 1" in told
 
 
 def test_another_run_is_refused_on_every_rank_but_not_another_world_size(ranks, tmp_path):

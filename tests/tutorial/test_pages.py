@@ -104,9 +104,8 @@ def code_lines(program, imports):
     tree = ast.parse(program.read_text())
     skipped = set()
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(
-            node
-        ):
+        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        if documented and ast.get_docstring(node):
             skipped |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
         if isinstance(node, (ast.Import, ast.ImportFrom)) and not imports:
             skipped |= {*range(node.lineno, node.end_lineno + 1)}

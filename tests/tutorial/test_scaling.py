@@ -19,9 +19,8 @@ def by_events(backward, bucket, count, overlap):
 @pytest.mark.parametrize("count", [1, 2, 5])
 @pytest.mark.parametrize("backward", [2.0, 12.0, 60.0])  # with buckets that are hidden, or too slow
 def test_rows_are_those_of_the_events(backward, count):
-    rows = list(
-        scaling.steps(mb=8.0, backward=backward, latency=50.0, gbit=8.0, ranks=6, buckets=count)
-    )
+    wires = {"mb": 8.0, "latency": 50.0, "gbit": 8.0, "ranks": 6}
+    rows = list(scaling.steps(backward=backward, buckets=count, **wires))
     assert [row[0] for row in rows] == [1, 2, 4, 6]
     for n, wire, *ways in rows:  # a rank alone sends nothing
         bucket = 2 * (n - 1) * (0.05 + 8.0 / count / n)  # ms; 1 MB takes 1 ms

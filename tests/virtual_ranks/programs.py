@@ -194,9 +194,8 @@ def by_definition(name: str) -> str:
             if any(gradient is not None for gradient in gradients):
                 zero = torch.zeros_like(parameter)
                 # Of 16 bits they are divided before they are added.
-                before, after = (
-                    (VIRTUAL_RANKS, 1) if zero.element_size() == 2 else (1, VIRTUAL_RANKS)
-                )
+                is_narrow = zero.element_size() == 2
+                before, after = (VIRTUAL_RANKS, 1) if is_narrow else (1, VIRTUAL_RANKS)
                 leaves = [zero if g is None else g / before for g in gradients]
                 while len(leaves) > 1:
                     leaves = [low + high for low, high in zip(*[iter(leaves)] * 2, strict=True)]

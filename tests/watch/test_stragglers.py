@@ -26,10 +26,8 @@ from tests.support.tiers import slow
 def seconds(*ranks):
     """The same step of 46 ms three times, but for the times of some ranks' phases."""
     usual = {"data": 2, "forward": 12, "backward": 25, "optimizer": 3, "waiting": 4}
-    return torch.tensor(
-        [[[1e-3 * (usual | own)[p] for p in PHASES] for own in steps] for steps in ranks],
-        dtype=torch.float64,
-    )
+    times = [[[1e-3 * (usual | own)[p] for p in PHASES] for own in steps] for steps in ranks]
+    return torch.tensor(times, dtype=torch.float64)
 
 
 LATE = {"data": 52}

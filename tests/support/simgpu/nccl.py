@@ -2,6 +2,7 @@
 
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ class SimWork(dist._Work):
             self._complete()
         assert self._future is not None
         return self._future
+
+
+def _hosts(tensors: list[Any]) -> list[torch.Tensor]:
+    return [tensor.on_host for tensor in tensors]
 
 
 class SimNCCL(dist.ProcessGroup):
@@ -99,31 +104,25 @@ class SimNCCL(dist.ProcessGroup):
     def allreduce(self, tensors: list[Any], opts: Any = None) -> SimWork:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        hosts = [tensor.on_host for tensor in tensors]
-        return self._run(
-            "all_reduce", lambda: self._gloo.allreduce(hosts, options), tensors, tensors
-        )
+        run = partial(self._gloo.allreduce, _hosts(tensors), options)
+        return self._run("all_reduce", run, tensors, tensors)
 
     def broadcast(self, tensors: list[Any], opts: Any) -> SimWork:
-        hosts = [tensor.on_host for tensor in tensors]
         reads = tensors if opts.rootRank == self.rank() else []
-        return self._run("broadcast", lambda: self._gloo.broadcast(hosts, opts), reads, tensors)
+        run = partial(self._gloo.broadcast, _hosts(tensors), opts)
+        return self._run("broadcast", run, reads, tensors)
 
     def allgather(self, outputs: list[list[Any]], inputs: list[Any], opts: Any = None) -> SimWork:
-        hosts, mine = [[tensor.on_host for tensor in outputs[0]]], [inputs[0].on_host]
-        return self._run(
-            "all_gather", lambda: self._gloo.allgather(hosts, mine), inputs, outputs[0]
-        )
+        run = partial(self._gloo.allgather, [_hosts(outputs[0])], _hosts(inputs[:1]))
+        return self._run("all_gather", run, inputs, outputs[0])
 
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> SimWork:
         parts = list(output.on_host.view(self.size(), -1).unbind())
-        mine = [input.on_host.reshape(-1)]
-        return self._run(
-            "all_gather", lambda: self._gloo.allgather([parts], mine), [input], [output]
-        )
+        run = partial(self._gloo.allgather, [parts], [input.on_host.reshape(-1)])
+        return self._run("all_gather", run, [input], [output])
 
     def reduce_scatter(self, outputs: list[Any], inputs: list[Any], opts: Any = None) -> SimWork:
-        parts, options = [tensor.on_host for tensor in inputs[0]], dist.AllreduceOptions()
+        parts, options = _hosts(inputs[0]), dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM if opts is None else opts.reduceOp
 
         def run() -> Any:
@@ -139,18 +138,17 @@ class SimNCCL(dist.ProcessGroup):
         self, output: Any, input: Any, out_splits: list[int], in_splits: list[int], opts: Any = None
     ) -> SimWork:
         given = output.on_host, input.on_host, out_splits, in_splits
-        return self._run("all_to_all", lambda: self._gloo.alltoall_base(*given), [input], [output])
+        return self._run("all_to_all", partial(self._gloo.alltoall_base, *given), [input], [output])
 
     # Their names from torch 2.14 on.
     all_gather_single, all_to_all_single = _allgather_base, alltoall_base
 
     def send(self, tensors: list[Any], to: int, tag: int = 0) -> SimWork:
-        hosts = [tensor.on_host for tensor in tensors]
-        return self._run("send", lambda: self._gloo.send(hosts, to, tag), tensors, [])
+        return self._run("send", partial(self._gloo.send, _hosts(tensors), to, tag), tensors, [])
 
     def recv(self, tensors: list[Any], source: int, tag: int = 0) -> SimWork:
-        hosts = [tensor.on_host for tensor in tensors]
-        return self._run("recv", lambda: self._gloo.recv(hosts, source, tag), [], tensors)
+        run = partial(self._gloo.recv, _hosts(tensors), source, tag)
+        return self._run("recv", run, [], tensors)
 
     def barrier(self, opts: Any = None) -> SimWork:
         return self._run("barrier", self._gloo.barrier, [], [])
