@@ -12,8 +12,6 @@ from ddp_from_scratch import Reducer, process_group
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES, Terms, assert_grads, grads_of, mean, own, recorded
 
-each_view = pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
-
 
 @on("pair")
 def test_no_sync_restores_itself_after_an_exception_and_nests(world):
@@ -69,7 +67,7 @@ def test_a_pass_broken_off_is_followed_by_a_right_one_or_error(ranks, where, aga
 
 
 @pytest.mark.parametrize("small", [0, 2**15], ids=["packed early", "packed late"])
-@each_view
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
 @on("gloo-2")
 def test_a_pass_that_is_broken_off_takes_no_gradient_away(world, view, small):
     """What was accumulated under no_sync() is for the next Reducer to average."""

@@ -36,10 +36,8 @@ each_shard = pytest.mark.parametrize("shard", ["node", "world"])
 X = torch.ones(1, 3)
 
 
-def linear(group=None, model=None, same=True, kind="SGD", settings=None, shard="node", **options):
+def linear(group=None, model=None, kind="SGD", settings=None, shard="node", **options):
     model = model or nn.Linear(3, 3)
-    if same:
-        ddp.broadcast_parameters(model, process_group=group)
     reducer = ddp.Reducer(model, group, **options)
     settings = {"shard": shard, **(settings or {"lr": 0.1})}
     optimizer = getattr(ddp, kind)(model.parameters(), **settings, reducer=reducer)
@@ -89,7 +87,7 @@ def test_refuses_unlike_parameters_and_unlike_steps(world):
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.Linear(3, 3)
     torch.nn.init.constant_(model.weight, world.rank)
-    *_, step = linear(group, model, same=False)
+    *_, step = linear(group, model)
     with pytest.raises(RuntimeError, match="weight"):
         step()
     for changed in ({"lr": 0.2}, {"betas": (0.9, 0.9)}, {"step": 1}, {"weight_decay": 0.0}):
@@ -136,14 +134,13 @@ def test_refuses_parameters_that_were_replaced_or_cannot_move(world, shard):
 @on("gloo-2")
 def test_takes_all_parameters_but_those_that_are_ignored(world):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model)
     with pytest.raises(ValueError, match="must hold all of the reducer's parameters"):
         ddp.SGD(model[0].parameters(), shard="node", reducer=reducer)
     reducer.remove()
     torch.nn.init.constant_(model[1].weight, world.rank)  # may differ
     names = ["1.weight", "1.bias"]
-    *_, step = linear(model=model, same=False, ignore=names)
+    *_, step = linear(model=model, ignore=names)
     step()
     ddp.check_sync(model, ignore=names)
 
@@ -200,7 +197,6 @@ def test_refuses_gradients_that_are_not_shared(world):
     """For lack of memory; in a copy, which one rank may make alone; and without shared memory."""
     group = dist.new_group()
     model = nn.Linear(3, 3)
-    ddp.broadcast_parameters(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with patch.object(stage, "SharedMemory", side_effect=NoSharedMemory("no room")):
@@ -338,7 +334,6 @@ def trained(world, kind, shard, settings, steps=4, **how):
         how["find_unused_parameters"] = True
     if kind != "SGD":
         model.table.requires_grad_(False)  # Adam takes no sparse gradients
-    ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, **({"bucket_cap_mb": 0.002} | how))
     groups = [
         {"params": [p for p in model.parameters() if p.requires_grad and p.dim() == 1], "lr": 0.02},
@@ -498,7 +493,6 @@ def checkpointed(world, folder, shard, saves):
     model.table = nn.Embedding(9, 7)
     for parameter in model.parameters() if not saves else ():
         nn.init.zeros_(parameter)
-    ddp.broadcast_parameters(model)
     # A sum with zeros has the same bits on any number of ranks.
     reducer = ddp.Reducer(model, bucket_cap_mb=0.002, reduce="sum")
     settings = {"fused": True} if shard == "torch" else {"reducer": reducer, "shard": shard}

@@ -93,9 +93,12 @@ def test_what_one_step_leaves_out_comes_later(world):
     assert off < 0.1 < single, (off, single)
 
 
+def drawn(step, rank):
+    return torch.randn(12, 10, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
 def average_random(world, model, step):
-    generator = torch.Generator().manual_seed(10 * step + world.rank)
-    average_of(world, model, torch.randn(12, 10, generator=generator), 1.0)
+    average_of(world, model, drawn(step, world.rank), 1.0)
     return model.matrix.grad.clone()
 
 
@@ -162,10 +165,7 @@ def test_between_machines_their_means_are_compressed(world, sizes):
         assert ("by shared memory" in repr(reducer)) == (state is states[0])
     mine = machines(sizes, world.rank)
     for step in range(5):
-        each = [
-            torch.randn(12, 10, generator=torch.Generator().manual_seed(10 * step + r))
-            for r in range(world.world_size)
-        ]
+        each = [drawn(step, r) for r in range(world.world_size)]
         near = [g for r, g in enumerate(each) if machines(sizes, r) == mine]
         mean = torch.stack(near).mean(0)
         for model, gradient in zip(models, (each[world.rank], mean), strict=True):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.training.models import make_model
+from tests.support.refusal import refusal
 from tests.support.tiers import slow
 
 torchvision = pytest.importorskip("torchvision")
@@ -67,5 +67,5 @@ def test_weights_are_torchvisions_own_and_trying_it_changes_nothing():
 
 
 def test_an_unknown_name():
-    with pytest.raises(UsageError, match="unknown model 'resnet5': expected cnn, mlp, or a torch"):
-        make_model("resnet5", channels=1, image_size=8, num_classes=10)
+    told = refusal(make_model, "resnet5", channels=1, image_size=8, num_classes=10)
+    assert "unknown model 'resnet5': expected cnn, mlp, or a torch" in told

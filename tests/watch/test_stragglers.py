@@ -100,7 +100,6 @@ def reports(world, late, phase, how=(), accumulate=1, **options):
         model.more = {phase: 0.05} if world.rank == late else {}
         if "batch norm" in how:
             ddp.convert_sync_batchnorm(model)
-        ddp.broadcast_parameters(model)
         reducer = Reducer(model, bucket_cap_mb=BYTES, **options)
         if "hook" in how:
             reducer.register_comm_hook(power_sgd.PowerSGDState(start=2), power_sgd.power_sgd_hook)
@@ -163,7 +162,6 @@ def uneven(world):
     found, late = [], world.world_size - 1
     with clock_that_stands_still() as clock:
         model = Slow(clock)
-        ddp.broadcast_parameters(model)
         reducer = Reducer(model)
         reducer.watch_stragglers(2, found.append)
         wait = reducer.contribute_nothing

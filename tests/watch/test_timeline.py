@@ -36,7 +36,6 @@ class Net(nn.Module):
 
 def made(kind=torch.optim.SGD, **options):
     model = Net()
-    ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, **options)
     own = {"reducer": reducer} if kind is ddp.SGD else {}
     optimizer = kind(model.parameters(), 0.1, momentum=0.9, **own)
