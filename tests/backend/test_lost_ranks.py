@@ -14,6 +14,7 @@ import torch.distributed as dist
 from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.node import shared_memory_group
 from tests.support.on_ranks import on
+from tests.support.refusal import text_of
 
 
 def processes():
@@ -52,9 +53,7 @@ def late(world):
 
 
 def told(world, program):
-    with pytest.raises(RuntimeError) as error:
-        program(world)
-    return str(error.value)
+    return text_of(RuntimeError, program, world)
 
 
 @pytest.mark.parametrize(
@@ -94,12 +93,6 @@ def an_elastic_job(folder):
         yield
 
 
-def error_of(work):
-    with pytest.raises(CommunicationError) as error:
-        work.wait()
-    return str(error.value)
-
-
 def seen(folder, name):
     while not (Path(folder) / name).exists():
         threading.Event().wait(0.01)
@@ -119,13 +112,13 @@ def abandoned(world, folder):
             # At once: nothing may write to the tensor any more.
             assert work.is_completed()
             assert after.is_completed()
-            text = error_of(work)
-            assert "has failed before" in error_of(after)
+            text = text_of(CommunicationError, work.wait)
+            assert "has failed before" in text_of(CommunicationError, after.wait)
             assert tensor.eq(1).all()
             (Path(folder) / "left").touch()
         else:
             seen(folder, "left")
-            text = error_of(group.allreduce([tensor]))
+            text = text_of(CommunicationError, group.allreduce([tensor]).wait)
             group.abandon()
         dist.destroy_process_group(own)
     return text
@@ -147,7 +140,7 @@ def lost(world, folder):
         if world.rank == 0:
             work = group.allreduce([torch.ones(3)])
             (Path(folder) / "lost").touch()
-            text = error_of(work)
+            text = text_of(CommunicationError, work.wait)
             (Path(folder) / "heard").touch()
         else:
             seen(folder, "heard")

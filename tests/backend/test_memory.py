@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,10 +71,6 @@ def test_no_memory_or_descriptor_is_left_by_reducers(world):
     assert all(now <= was for now, was in zip(used(), before, strict=True))
 
 
-def no_room(*_):
-    raise OSError(errno.EMFILE, "Too many open files")
-
-
 @pytest.mark.parametrize(
     ("crew", "name", "rank"),
     [("mpi-2", "_nameless_file", 0), ("node-2", "_map_file", 1)],
@@ -84,7 +81,8 @@ def test_all_ranks_do_without_what_one_has_no_room_for(world, name, rank):
     groups = [dist.new_group()]
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == rank:
-            patch.setattr(shared_memory, name, no_room)
+            no_room = OSError(errno.EMFILE, "Too many open files")
+            patch.setattr(shared_memory, name, Mock(side_effect=no_room))
         with pytest.raises(RuntimeError, match=r"2 ranks .* cannot share .*Too many open files"):
             groups[0].empty(1000, torch.float32)
         whole = torch.full((300_000,), world.rank + 1.0)

@@ -9,34 +9,34 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import mpi
-from tests.support.failing_run import Run, mpirun
+from tests.support.failing_run import Run
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
+
+OF_A_USER = """
+import torch, torch.distributed as dist, ddp_from_scratch.mpi
+ours = ddp_from_scratch.mpi.BACKEND
+cases = [("gloo", "mpi://"), (ours, "mpi://")]
+if ours == "mpi":  # where torch lets a backend take the name; see mpi.py
+    cases += [("mpi", None)] * 2  # a second time after the first was destroyed
+for backend, method in cases:
+    dist.init_process_group(backend, init_method=method)
+    tensor = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(tensor)
+    assert (dist.get_backend(), dist.get_world_size(), tensor.item()) == (backend, 2, 3)
+    dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))
+    assert tensor.item() == 6
+    dist.destroy_process_group()
+"""
 
 
 @pytest.mark.slow
 def test_a_program_of_the_users_own_needs_one_import():
     """Ranks and a store come from MPI alone, whatever else the environment says."""
-    mpirun(
-        2,
-        """
-        import torch, torch.distributed as dist, ddp_from_scratch.mpi
-        ours = ddp_from_scratch.mpi.BACKEND
-        cases = [("gloo", "mpi://"), (ours, "mpi://")]
-        if ours == "mpi":  # where torch lets a backend take the name; see mpi.py
-            cases += [("mpi", None)] * 2  # a second time after the first was destroyed
-        for backend, method in cases:
-            dist.init_process_group(backend, init_method=method)
-            tensor = torch.tensor([dist.get_rank() + 1])
-            dist.all_reduce(tensor)
-            assert (dist.get_backend(), dist.get_world_size(), tensor.item()) == (backend, 2, 3)
-            dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))
-            assert tensor.item() == 6
-            dist.destroy_process_group()
-        """,
-        **{"RANK": "7", "WORLD_SIZE": "9", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
-        TORCH_FR_BUFFER_SIZE="100",  # an mpi group is not recorded, and works
-    )
+    environ = {"RANK": "7", "WORLD_SIZE": "9", "TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
+    environ["TORCH_FR_BUFFER_SIZE"] = "100"  # an mpi group is not recorded, and works
+    with Run("mpirun", "-n", "2", sys.executable, "-c", OF_A_USER, **environ) as run:
+        assert run.wait() == 0, run.text
 
 
 @on("mpi-2")

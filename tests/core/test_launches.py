@@ -13,28 +13,6 @@ from tests.support.terms import BYTES, Terms, assert_grads, mean, own, recorded
 
 
 @pytest.mark.parametrize(
-    ("sizes", "cap", "expected"),
-    [
-        ((1, 2, 3, 4), 0, [4, 3, 2, 1]),
-        ((1, 2, 3, 4), 12 * BYTES, [4, 3, 3]),
-        ((1, 2, 3, 4), math.inf, [10]),
-        ((1, 2**18, 2**18), None, [2**18, 2**18 + 1]),  # first 1 MiB, then 25 MiB
-        ((1, 2**18, 2**18), 2, [2**19, 1]),
-    ],
-)
-@on("gloo-2")
-def test_number_and_sizes_of_all_reduces(world, sizes, cap, expected):
-    model = Terms(*sizes)
-    reducer = Reducer(model, bucket_cap_mb=cap)
-    before = reducer.flat_buckets
-    for _ in range(3):
-        with recorded("all_reduce") as sent:
-            model(own(world)).backward()
-        assert sent == expected
-        assert reducer.flat_buckets == before  # they would be the same, and nobody moves gradients
-
-
-@pytest.mark.parametrize(
     ("options", "use", "early"),
     [
         ({}, None, [4, 3, 2]),

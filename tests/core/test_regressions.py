@@ -35,14 +35,14 @@ OPTIONS = [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}
 OPTIONS += [{"bucket_cap_mb": "auto"}, {"straggler_every": 2}, {"fuse_wgrad": True}]
 
 
-@pytest.mark.parametrize("number", range(len(OPTIONS)))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @on("gloo-2")
-def test_a_removed_reducer_and_its_group_are_freed_at_once(world, number):
+def test_a_removed_reducer_and_its_group_are_freed_at_once(world, options):
     gc.collect()
     gc.disable()
     try:
         model, group = nn.Linear(300, 300), dist.new_group([0, 1])
-        reducer = Reducer(model, group, **OPTIONS[number])
+        reducer = Reducer(model, group, **options)
         model(torch.ones(1, 300)).sum().backward()
         reducer.remove()
         found = weakref.ref(reducer), weakref.ref(group)

@@ -177,7 +177,9 @@ PROGRAMS = {
     "views from now on": program(
         *(KeepViews(), *LOCAL, *STEP, *LOCAL, KeepViews(), ALL, Backward(), KeepViews(), *STEP)
     ),
-    "another Reducer": program(*STEP, *LOCAL, Again(), ALL, *END, *STEP),
+    "another Reducer": program(
+        *(*STEP, *LOCAL, Again(), ALL, *END, *STEP, Again(), *STEP), optimizer="AdamW"
+    ),
     "transformed on a rank": program(Transform(0), *STEP, Transform(1), *STEP),
     "transformed, unused": program(
         *(Transform(0), OTHERS, *END, Transform(1), OTHERS, Backward()), **UNUSED

@@ -1,20 +1,16 @@
 """Every Python excerpt of the documents runs as printed, from a file of its own."""
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.support import forked
+from tests.support.failing_run import LAUNCHERS, Run
 from tests.support.pages import Excerpt, excerpts
-from tests.support.ranks import MPIRUN, ROOT
+from tests.support.ranks import ROOT
 from tests.support.tiers import slow
-
-ENVIRON = os.environ | MPIRUN | {"PYTHONPATH": str(ROOT)}
 
 PYTHON = excerpts("python")
 (README,) = [excerpt for excerpt in PYTHON if excerpt.page == ROOT / "README.md"]
@@ -62,14 +58,10 @@ def test_runs_as_printed_under_mpirun(tmp_path):
     files = [tmp_path / f"{number}.py" for number in range(len(ON_MPI))]
     for file, excerpt in zip(files, ON_MPI, strict=True):
         file.write_text(excerpt.code)
-    done = subprocess.run(
-        ["mpirun", "-n", "2", sys.executable, "-c", ONE_AFTER_ANOTHER, *map(str, files)],
-        **{"env": ENVIRON, "cwd": tmp_path, "text": True, "timeout": 110},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout
-    check_readme(done.stdout, 2)  # the last one
+    command = *LAUNCHERS["mpirun"], "-c", ONE_AFTER_ANOTHER, *map(str, files)
+    with Run("env", "-C", str(tmp_path), *command) as run:
+        assert run.wait(110) == 0, run.text
+        check_readme(run.out, 2)  # the last one
 
 
 def call_by_name(world, code: str, function: str, *arguments: object) -> object:

@@ -198,27 +198,21 @@ ON_CPU = "torch DDP on node, views|Reducer on gloo, views|ddp.SGD on gloo|" + (
     "ddp.SGD on gloo, shard=node, fuse_wgrad"
 )
 ON_GPU = "Reducer on nccl, views|ddp.SGD on nccl|ddp.SGD on nccl, one flat bucket|no communication"
+BENCHMARKS, GPU = "benchmarks/README.md", "docs/how-to/gpu.md"
+ON_BOTH = {"MLP, batch 16": "mlp", "ResNet-18": "resnet18", "transformer": "transformer"}
 ROWS = [
-    ("README.md", "MLP, batch 16", "mlp-gloo+mpi-2", ON_CPU),
-    ("README.md", "ResNet-18", "resnet18-gloo+mpi-2", ON_CPU),
-    ("README.md", "transformer", "transformer-gloo+mpi-2", ON_CPU),
-    ("README.md", "500 layers", "layers500-gloo+mpi-2", ON_CPU),
-    ("benchmarks/README.md", "MLP, batch 16", "mlp-gloo+mpi-2", ON_CPU),
-    ("benchmarks/README.md", "the same, 4 ranks on 2 cores", "mlp-gloo+mpi-4", ON_CPU),
-    (
-        "benchmarks/README.md",
-        "the same, AdamW",
-        "mlp-gloo+mpi-2-adamw",
-        ON_CPU.replace("SGD", "AdamW"),
-    ),
-    ("benchmarks/README.md", "MLP, batch 64", "mlp64-gloo+mpi-2", ON_CPU),
-    ("benchmarks/README.md", "ResNet-18", "resnet18-gloo+mpi-2", ON_CPU),
-    ("benchmarks/README.md", "transformer", "transformer-gloo+mpi-2", ON_CPU),
-    ("benchmarks/README.md", "500 layers", "layers500-gloo+mpi-2", ON_CPU),
-    ("docs/how-to/gpu.md", "MLP, batch 16", "mlp-nccl-1", ON_GPU),
-    ("docs/how-to/gpu.md", "transformer, 2 x 64 tokens", "transformer-nccl-1", ON_GPU),
-    ("docs/how-to/gpu.md", "ResNet-50, batch 4", "resnet50-nccl-1", ON_GPU),
-    ("docs/how-to/gpu.md", "GPT-2, 4 x 512 tokens", "gpt2-nccl-1", ON_GPU),
+    (page, label, f"{name}-gloo+mpi-2", ON_CPU)
+    for page in ("README.md", BENCHMARKS)
+    for label, name in (ON_BOTH | {"500 layers": "layers500"}).items()
+]
+ROWS += [
+    (BENCHMARKS, "the same, 4 ranks on 2 cores", "mlp-gloo+mpi-4", ON_CPU),
+    (BENCHMARKS, "the same, AdamW", "mlp-gloo+mpi-2-adamw", ON_CPU.replace("SGD", "AdamW")),
+    (BENCHMARKS, "MLP, batch 64", "mlp64-gloo+mpi-2", ON_CPU),
+    (GPU, "MLP, batch 16", "mlp-nccl-1", ON_GPU),
+    (GPU, "transformer, 2 x 64 tokens", "transformer-nccl-1", ON_GPU),
+    (GPU, "ResNet-50, batch 4", "resnet50-nccl-1", ON_GPU),
+    (GPU, "GPT-2, 4 x 512 tokens", "gpt2-nccl-1", ON_GPU),
 ]
 
 
@@ -231,7 +225,7 @@ def test_ratios_are_those_of_the_results(page, label, file, contenders):
     by_name = {sample.name: sample for sample in run.samples}
     found = [run.ratio(by_name[name], run.torch_ddp) for name in contenders.split("|")]
     texts = [f"{middle:.2f} ({low:.2f} to {high:.2f})" for middle, low, high in found]
-    if page == "benchmarks/README.md":
+    if page == BENCHMARKS:
         texts.append(f"{run.ratio(by_name[contenders.split('|')[-1]], run.alone)[0]:.2f}")
     elif page != "README.md":
         texts.insert(0, f"{run.torch_ddp.quartiles[1]:.1f}")

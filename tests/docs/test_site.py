@@ -2,25 +2,16 @@
 
 import re
 
-import pytest
-
 import ddp_from_scratch
 from tests.support.pages import PAGES, anchors, links, name_of
 from tests.support.ranks import ROOT
 
 
-@pytest.fixture
-def pages(tmp_path, monkeypatch):
-    """The module that writes the tree, and the tree."""
+def test_the_site_has_all_pages_names_and_no_dead_link(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "tools")
-    import site_pages
+    import site_pages as module
 
-    site_pages.write(tmp_path)
-    return site_pages, tmp_path
-
-
-def test_the_site_has_all_pages_names_and_no_dead_link(pages):
-    module, folder = pages
+    module.write(folder := tmp_path)
     dead = [
         f"{page.relative_to(folder)}: {path}#{anchor}"
         for page in folder.rglob("*.md")

@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from unittest.mock import Mock
 
@@ -88,23 +89,6 @@ def pair():
         yield one, other
 
 
-def in_a_thread(function, connection, *arguments):
-    """What it raised, once it has ended and so closed the connection."""
-    raised = []
-
-    def run():
-        try:
-            function(connection, *arguments)
-        except (StrangerError, OSError) as error:
-            raised.append(error)
-        finally:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_WR)
-
-    threading.Thread(target=run, daemon=True).start()
-    return raised
-
-
 def prove(connection):
     rendezvous.prove(connection, b"secret", time.monotonic() + 5.0)
 
@@ -125,13 +109,14 @@ def test_both_know_the_secret_which_is_of_no_use_to_who_has_heard_it(pair):
     assert pair[1].recv(100) == b"what follows"
 
     first, second = socket.socketpair()
-    with first, second:
-        raised = in_a_thread(rendezvous.check, second, b"secret")
+    with first, second, ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(rendezvous.check, second, b"secret")
         for data in heard:
             first.sendall(data)
         assert len(first.recv(1000)) == len(rendezvous._GREETING) + 32
-        assert first.recv(1000) == b""
-        assert isinstance(raised[0], StrangerError)
+        assert isinstance(checked.exception(10), StrangerError)
+        assert second.send(b"nothing more") == 12
+        assert first.recv(1000) == b"nothing more"
 
 
 def test_a_machine_0_that_does_not_know_it_is_refused(pair):
@@ -141,6 +126,7 @@ def test_a_machine_0_that_does_not_know_it_is_refused(pair):
         proof = connection.recv(1000)
         connection.sendall(proof)  # the other direction's is another
 
-    in_a_thread(pretend, pair[1])
-    with pytest.raises(StrangerError, match="DDP_SECRET"):
-        prove(pair[0])
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pretend, pair[1])
+        with pytest.raises(StrangerError, match="DDP_SECRET"):
+            prove(pair[0])

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import uuid
 from pathlib import Path
@@ -116,10 +115,3 @@ class Run:
                 continue
         self.process.wait()
         self._folder.cleanup()
-
-
-def mpirun(world_size: int, program: str, **environ: str) -> None:
-    """Runs a program's text, which must end well, under mpirun."""
-    command = ["mpirun", "-n", str(world_size), sys.executable, "-c", textwrap.dedent(program)]
-    with Run(*command, **environ) as run:
-        assert run.wait() == 0, run.text

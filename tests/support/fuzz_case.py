@@ -196,9 +196,7 @@ class Case:
         return "\n".join([", ".join(settings), *lines])
 
 
-def weight_of(
-    p: Parameter, generator: torch.Generator, device: torch.device | None
-) -> nn.Parameter:
+def weight_of(p: Parameter, generator: torch.Generator, device: Any) -> nn.Parameter:
     shape = {"scalar": (), "conv": (p.rows, WIDTH, 2, 2)}.get(p.kind, (p.rows, WIDTH))
     values = (torch.randn(shape, generator=generator) / 2).to(getattr(torch, p.dtype))
     if p.kind == "conv":

@@ -93,14 +93,14 @@ def crew_of(ranks, name):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(ranks, tmp_path_factory):
+def whole(ranks, tmp_path_factory):
     """What rank 0 has at the end of a run that is left alone, and its folder; each trained once."""
     found = {}
 
     def end_of(crew, changes):
         key = (crew, str(changes))
         if key not in found:
-            folder = tmp_path_factory.mktemp("uninterrupted")
+            folder = tmp_path_factory.mktemp("whole")
             found[key] = crew_of(ranks, crew)(run, folder, changes)[0][1:], folder
         return found[key]
 
@@ -121,15 +121,13 @@ def uninterrupted(ranks, tmp_path_factory):
         ("gloo-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
     ],
 )
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(
-    ranks, tmp_path, uninterrupted, crew, step, changes
-):
+def test_a_resumed_run_has_the_bits_of_one_left_alone(ranks, tmp_path, whole, crew, step, changes):
     crew_of(ranks, crew)(run, tmp_path, changes, step, None, 1)
     resumed = crew_of(ranks, crew)(run, tmp_path, changes, None, "auto")
-    assert resumed[0][1:] == uninterrupted(crew, changes)[0]
+    assert resumed[0][1:] == whole(crew, changes)[0]
     if changes:
         other = {"accumulate": changes.get("accumulate", 4)}
-        assert changes.get("model") or resumed[0][1] != uninterrupted(crew, other)[0][0]
+        assert changes.get("model") or resumed[0][1] != whole(crew, other)[0][0]
 
 
 def contents(folder):
@@ -155,9 +153,7 @@ def contents(folder):
         slow({"optimizer": "adamw", "shard": "world"}),
     ],
 )
-def test_a_run_on_virtual_ranks_is_resumed_on_another_number_of_ranks(
-    ranks, uninterrupted, tmp_path, changes
-):
+def test_virtual_ranks_are_resumed_on_another_number_of_ranks(ranks, whole, tmp_path, changes):
     changes = VIRTUAL_RANKS | changes
     ranks("gloo", 3)(run, tmp_path, changes, 1)
     assert 0 < contents(tmp_path)["/step"] < 5
@@ -165,7 +161,7 @@ def test_a_run_on_virtual_ranks_is_resumed_on_another_number_of_ranks(
     assert contents(tmp_path)["/epoch"] == 1
     ranks("gloo", 1)(run, tmp_path, changes, None, "auto")
     assert contents(tmp_path)["/rng"] == []
-    assert contents(tmp_path) == contents(uninterrupted("gloo-1", changes)[1])
+    assert contents(tmp_path) == contents(whole("gloo-1", changes)[1])
 
 
 def refusals(world, stopped):

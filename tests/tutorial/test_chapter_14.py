@@ -1,15 +1,13 @@
 """The program of chapter 14 finds its place under each launcher, as its page says."""
 
-import os
 import re
 import socket
-import subprocess
 import sys
 
 import pytest
 
+from tests.support.failing_run import Run
 from tests.support.pages import TUTORIAL_PAGES
-from tests.support.ranks import MPIRUN, ROOT
 from tests.tutorial.test_programs import form
 from tutorial.chapters import samples
 
@@ -31,22 +29,16 @@ COMMANDS = {
 def test_its_output_is_what_the_page_shows(launcher, tmp_path):
     with socket.create_server(("localhost", 0)) as probe:
         port = str(probe.getsockname()[1])
-    command, places = COMMANDS[launcher], [{}]
+    command, places = [*COMMANDS[launcher]], [{}]
     if launcher == "srun":
         command = command[3:]
         places = [{"SLURM_PROCID": rank, "SLURM_LOCALID": rank} | SRUN for rank in "01"]
     printed = ""
-    for process in [
-        subprocess.Popen(
-            [*command, "--picture", str(tmp_path / "under_mpi.png")],
-            **{"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
-            env=os.environ | MPIRUN | {"PYTHONPATH": "", "MASTER_PORT": port} | place,
-        )
-        for place in places
-    ]:
-        output, errors = process.communicate(timeout=80)
-        assert process.returncode == 0, errors
-        printed += output
+    command += ["--picture", str(tmp_path / "under_mpi.png")]
+    for run in [Run(*command, PYTHONPATH="", MASTER_PORT=port, **place) for place in places]:
+        with run:
+            assert run.wait(80) == 0, run.text
+            printed += run.out
     expected = SHOWN.replace("mpirun", launcher).replace("tutorial-pictures", str(tmp_path))
     assert form(printed) == form(expected)
     assert (tmp_path / "under_mpi.png").stat().st_size > 1000
@@ -62,6 +54,5 @@ def test_the_process_group_closes(tmp_path):
         "names = [file.read_text() for file in pathlib.Path('/proc/self/task').glob('*/comm')]\n"
         "assert not any('gloo' in name for name in names), names\n"
     )
-    command = [sys.executable, str(program), "--picture", str(tmp_path / "under_mpi.png")]
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    subprocess.run(command, cwd=ROOT, check=True, timeout=80, env=environ)
+    with Run(sys.executable, str(program), "--picture", str(tmp_path / "under_mpi.png")) as run:
+        assert run.wait(80) == 0, run.text

@@ -170,8 +170,6 @@ def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()[:16]
 
 
-def assert_bits(expected: str, found: list[str], what: str = "") -> None:
-    assert found == [expected] * len(found), what
 
 
 @cache

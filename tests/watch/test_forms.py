@@ -52,15 +52,6 @@ def record(late: float = 0.010) -> Record:
     return Record("Net, 3 MiB of gradients, 2 ranks by gloo", NBYTES, ("host", "host"), 0.0, steps)
 
 
-def with_steps(*lengths: float) -> Record:
-    (step,) = record().steps
-    steps = [
-        replace(step, iteration=n, ranks=tuple(replace(r, end=length) for r in step.ranks))
-        for n, length in enumerate(lengths)
-    ]
-    return replace(record(), steps=tuple(steps))
-
-
 def test_text_of_a_step():
     whole = record()
     text = as_text(whole, whole.typical)
@@ -97,7 +88,12 @@ def test_text_says_what_is_exposed_and_who_was_late():
 
 
 def test_page_holds_the_record_and_loads_nothing():
-    page = as_html(with_steps(5.0, 90.0, 20.0))
+    (step,) = record().steps
+    steps = [
+        replace(step, iteration=n, ranks=tuple(replace(r, end=length) for r in step.ranks))
+        for n, length in enumerate((5.0, 90.0, 20.0))
+    ]
+    page = as_html(replace(record(), steps=tuple(steps)))
     data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
     assert [step["iteration"] for step in data["steps"]] == [0, 1, 2]
     assert data["typical"] == 2
