@@ -27,12 +27,14 @@ def test_buckets_are_launched_before_backward_ends_only_with_overlap(world, opti
     with recorded("all_reduce") as sent:
         seen = []
         model.p0.register_post_accumulate_grad_hook(lambda _: seen.append(list(sent)))
-        Reducer(model, bucket_cap_mb=0, **options)
+        reducer = Reducer(model, bucket_cap_mb=0, **options)
+        buckets = reducer.flat_buckets
         for _ in range(2):
             sent.clear()
             model(own(world), use).backward()
             assert sent[:4] == [4, 3, 2, 1]
     assert seen == [early] * 2
+    assert reducer.flat_buckets == buckets  # in the order that was guessed: no gradient moves
 
 
 RANK_0_USES, OTHERS_USE = (1, 3, 0, 2), (0, 1, 2, 3)

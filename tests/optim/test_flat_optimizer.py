@@ -239,7 +239,7 @@ def test_two_optimizers_for_one_reducer_one_with_a_parameter_of_no_bucket():
     assert not torch.equal(extra, torch.ones(5))
 
 
-def a_scaler_that_skips_a_step(pair):
+def a_step_that_is_skipped(pair):
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in "12"]
     for step, x in enumerate(inputs(6)):
         before = pair.ours.p5.detach().clone()
@@ -295,9 +295,7 @@ def a_copy(pair):
 
 
 @each_kind
-@pytest.mark.parametrize(
-    "program", [a_scaler_that_skips_a_step, replaced_data_and_gradients, a_copy]
-)
+@pytest.mark.parametrize("program", [a_step_that_is_skipped, replaced_data_and_gradients, a_copy])
 def test_bits_are_those_of_torch_with(program, options):
     program(Pair(**options))
 

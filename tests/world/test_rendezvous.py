@@ -154,15 +154,15 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ):
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"  # and no other whose name begins so
 
 
+TORCHRUNS = "torchrun started 2 processes but MPI sees 1"
+
+
 @pytest.mark.parametrize(
     ("variables", "told"),
     [
-        (TORCHRUN, "torchrun started 2 processes but MPI sees 1: start it with mpirun"),
+        (TORCHRUN, f"{TORCHRUNS}: start it with mpirun"),
         # torchrun as mpirun's only process: each of its own is rank 0 of 1.
-        (
-            TORCHRUN | {"PMI_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"},
-            "torchrun started 2 processes but MPI sees 1",
-        ),
+        (TORCHRUN | {"PMI_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, TORCHRUNS),
         (SRUN, "srun started 2 processes but MPI sees 1: add --mpi=pmix"),
         (TORCHRUN | {"PMI_SIZE": "1"}, None),  # mpirun's, and variables that a shell has left
     ],
