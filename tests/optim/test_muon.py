@@ -36,9 +36,9 @@ def groups(model, **settings):
     ]
 
 
-def ours(model, reducer=None, dtype=torch.bfloat16, **settings):
+def ours(model, reducer=None, **settings):
     reducer = reducer or ddp.Reducer(model)
-    return ddp.Muon(groups(model, **settings), reducer=reducer, ns_dtype=dtype)
+    return ddp.Muon(groups(model, **settings), reducer=reducer, ns_dtype=torch.bfloat16)
 
 
 def torchs(model, **settings):

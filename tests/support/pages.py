@@ -38,10 +38,10 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def excerpts(language: str, pages: list[Path] = PAGES) -> list[Excerpt]:
+def excerpts(language: str) -> list[Excerpt]:
     """The pages' blocks in a language; "" for those that name none, mostly commands."""
     found = []
-    for page in pages:
+    for page in PAGES:
         blocks = [block for tag, *block in _FENCE.findall(page.read_text()) if tag == language]
         found += [Excerpt(page, number, *block) for number, block in enumerate(blocks, 1)]
     return found

@@ -23,16 +23,15 @@ BYTES = 2**-20  # in bucket_cap_mb
 class Terms(nn.Module):
     """The sum over k of (k + 1) x sum(p_k); gradients become ready in reverse order of `use`."""
 
-    def __init__(self, *sizes: int, dtypes: Sequence[torch.dtype] = (torch.float32,)):
+    def __init__(self, *sizes: int):
         super().__init__()
         for k, size in enumerate(sizes):
-            values = torch.zeros(size, dtype=dtypes[k % len(dtypes)])
-            self.register_parameter(f"p{k}", nn.Parameter(values))
+            self.register_parameter(f"p{k}", nn.Parameter(torch.zeros(size)))
 
     def forward(self, x: float, use: Sequence[int] | None = None) -> torch.Tensor:
         total = torch.zeros((), dtype=torch.float64)
         for k in range(len(self._parameters)) if use is None else use:
-            total = total + (getattr(self, f"p{k}") * (k + 1) * x).sum().real.double()
+            total = total + (getattr(self, f"p{k}") * (k + 1) * x).sum().double()
         return total
 
 
