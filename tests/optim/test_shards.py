@@ -36,8 +36,10 @@ each_shard = pytest.mark.parametrize("shard", ["node", "world"])
 X = torch.ones(1, 3)
 
 
-def linear(group=None, model=None, kind="SGD", settings=None, shard="node", **options):
+def linear(group=None, model=None, same=True, kind="SGD", settings=None, shard="node", **options):
     model = model or nn.Linear(3, 3)
+    if same:
+        ddp.broadcast_parameters(model, process_group=group)
     reducer = ddp.Reducer(model, group, **options)
     settings = {"shard": shard, **(settings or {"lr": 0.1})}
     optimizer = getattr(ddp, kind)(model.parameters(), **settings, reducer=reducer)
@@ -87,7 +89,7 @@ def test_refuses_unlike_parameters_and_unlike_steps(world):
     group = dist.new_group(timeout=timedelta(seconds=20))
     model = nn.Linear(3, 3)
     torch.nn.init.constant_(model.weight, world.rank)
-    *_, step = linear(group, model)
+    *_, step = linear(group, model, same=False)
     with pytest.raises(RuntimeError, match="weight"):
         step()
     for changed in ({"lr": 0.2}, {"betas": (0.9, 0.9)}, {"step": 1}, {"weight_decay": 0.0}):
@@ -134,13 +136,14 @@ def test_refuses_parameters_that_were_replaced_or_cannot_move(world, shard):
 @on("gloo-2")
 def test_takes_all_parameters_but_those_that_are_ignored(world):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model)
     with pytest.raises(ValueError, match="must hold all of the reducer's parameters"):
         ddp.SGD(model[0].parameters(), shard="node", reducer=reducer)
     reducer.remove()
     torch.nn.init.constant_(model[1].weight, world.rank)  # may differ
     names = ["1.weight", "1.bias"]
-    *_, step = linear(model=model, ignore=names)
+    *_, step = linear(model=model, same=False, ignore=names)
     step()
     ddp.check_sync(model, ignore=names)
 
@@ -197,6 +200,7 @@ def test_refuses_gradients_that_are_not_shared(world):
     """For lack of memory; in a copy, which one rank may make alone; and without shared memory."""
     group = dist.new_group()
     model = nn.Linear(3, 3)
+    ddp.broadcast_parameters(model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with patch.object(stage, "SharedMemory", side_effect=NoSharedMemory("no room")):
