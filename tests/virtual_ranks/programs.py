@@ -170,8 +170,6 @@ def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()[:16]
 
 
-
-
 @cache
 def by_definition(name: str) -> str:
     program = PROGRAMS[name]
