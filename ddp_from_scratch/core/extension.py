@@ -29,8 +29,9 @@ class Extension:
     - end: `takes_over_end` returns True if the extension ends the pass itself. Otherwise
       `before_end` is called before the last launches. If an exception has ended the pass,
       `on_break` is called before `backward()` raises it. `on_all_launched` may return the error to
-      raise instead of unpacking, the same on all ranks. `used` returns the parameters whose
-      `.grad` becomes the average; None means all.
+      raise instead of unpacking, the same on all ranks. `finishes_last` returns True if other
+      Reducers in this pass must end theirs before. `used` returns the parameters whose `.grad`
+      becomes the average; None means all.
     - wait: `on_wait` and `on_waited` are called around the wait for a bucket. If it failed,
       the bucket is not LANDED. A comm hook that allows one bucket in flight adds an empty wait.
     - unpack: `on_finished` is called when the averages of a bucket are in `.grad`.
@@ -75,6 +76,9 @@ class Extension:
     def before_end(self) -> None: ...
     def on_break(self, number: int) -> None: ...
     def on_all_launched(self) -> RuntimeError | None: ...
+    def finishes_last(self) -> bool:
+        return False
+
     def used(self) -> set[int] | None:
         return None
 

@@ -67,20 +67,18 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or groups, as for any optimizer. Some may not be the
-            Reducer's. Only neighbours of one group share a call, so groups that alternate between
-            parameters (weights and biases, for example) gain little.
+            Reducer's. Only neighbours of one group share a call: alternating groups gain little.
         args, settings: those of torch's class, except settings that choose a kernel.
         reducer: averages the gradients. It switches to `gradient_as_bucket_view=True`.
         shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
             memory of its own, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
             with shared memory.
         overlap_forward: with "world", parameters arrive during the next forward pass, in which each
-            module waits for those that it reads. A program that reads parameters elsewhere calls
-            `synchronize()` first; `module.state_dict()` does.
+            module waits for those that it reads. A program that reads or writes parameters
+            elsewhere calls `synchronize()` first; the module's (`load_`)`state_dict()` does.
 
     Raises:
-        TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
-            `differentiable`).
+        TypeError: a setting that chooses a kernel, such as `foreach` or `fused`.
         ValueError: a value out of range, as in torch's class; none of the Reducer's parameters is
             among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW);
             what `shard` needs is missing.
@@ -188,11 +186,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     ) -> torch.Tensor | None:
         """Runs `loss.backward()` and `step()` in one, and steps each bucket when it has landed.
 
-        The first buckets step while the last are in flight. The result is that of the two calls,
-        bit for bit. Use the two calls for GradScaler, which must see all gradients before the first
-        parameter changes. With `max_norm` the step begins when the last bucket has landed. All
-        gradients are scaled so that their global 2-norm is at most `max_norm`; returned is the norm
-        before that, of float64 and shape (), with the same bits for each `shard`.
+        The result is that of the two calls, bit for bit. Use those for GradScaler, which must see
+        all gradients before the first parameter changes. With `max_norm` the step begins when the
+        last bucket has landed. All gradients are scaled so that their global 2-norm is at most
+        `max_norm`; returned is the norm before, float64 of shape (), the same for each `shard`.
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
@@ -352,6 +349,9 @@ class _BackwardAndStep(Extension):
                 "no_sync(), or the loss depends on none of the Reducer's parameters"
             )
         return self._loss
+
+    def finishes_last(self) -> bool:
+        return self._clip is not None  # by the norm of all gradients, also other Reducers'
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         optimizer, landed = self._optimizer, [bucket]

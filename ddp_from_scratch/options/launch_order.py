@@ -142,6 +142,7 @@ class Several(Extension):
             together.append(reducer)
         # Launches all buckets before the first wait, because `finish` issues collectives, too.
         complete = [r for r in together if r.launch_rest()]
+        complete.sort(key=lambda r: any(call() for call in r.calls["finishes_last"]))
         # Raises after all averages, since the other ranks need this rank's buckets.
         errors = [error for r in complete if (error := r.finish()) is not None]
         if errors:

@@ -215,3 +215,21 @@ def test_a_reducer_asks_autograd_and_not_each_parameter_of_those_before_it(world
             assert_grads(model, mean(world))
     # torch.autograd.grad with respect to one of them cannot be asked for.
     model(own(world)).backward(inputs=[model.p0])
+
+
+@pytest.mark.parametrize("shard", ["none", "node", "world"])
+@pytest.mark.parametrize("first", [0, 1])
+@on("gloo-2")
+def test_the_norm_is_that_of_all_reducers_averages(world, first, shard):
+    """The optimizer's Reducer ends the pass last, although the one that was made last is first."""
+    model = Terms(1, 2), Terms(3)
+    reducers = [ddp.Reducer(part) for part in model]
+    parameters = [p for part in model for p in part.parameters()]
+    optimizer = ddp.SGD(parameters, lr=1.0, reducer=reducers[first], shard=shard)
+    for step in range(3):
+        optimizer.zero_grad()
+        x = mean(world)
+        norm = optimizer.backward_and_step(sum(part(own(world)) for part in model), max_norm=1.0)
+        assert norm == pytest.approx(x * (1 + 2 * 4 + 3) ** 0.5)
+        taken = torch.cat([p.detach().flatten() for p in parameters]).norm()
+        assert taken.item() == pytest.approx(step + 1, abs=1e-4)
