@@ -13,7 +13,7 @@ class ForwardWaits:
 
     A module reads its own parameters, and those of children that were never called: for example
     `torch.nn.MultiheadAttention` reads the weight of its `out_proj` itself. `wait(None)` waits for
-    all parameters, before the first call of each module and before `state_dict()`.
+    all parameters, before the first call of each module, `state_dict()` and `load_state_dict()`.
     """
 
     def __init__(
@@ -27,9 +27,10 @@ class ForwardWaits:
         for name, part in module.named_modules():
             part.register_forward_pre_hook(_Hook(self, name))
             part.register_state_dict_pre_hook(_Hook(self, None))
+            part.register_load_state_dict_pre_hook(_Hook(self, None))
 
     def before(self, name: str | None) -> None:
-        """Called before the forward pass of this module; None: before `state_dict()`."""
+        """Called before the forward pass of this module; None: before its state."""
         if name is None:
             self._wait(None)
         elif name not in self._called:

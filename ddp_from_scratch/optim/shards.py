@@ -175,7 +175,7 @@ class Shards(NoShards):
             if parameter.grad is not None:
                 # The buckets were rebuilt, or the program has set another `.grad`.
                 if not same_memory(parameter.grad, run.gradients[index]):
-                    run.gradients[index].copy_(parameter.grad)
+                    parameter.grad = run.gradients[index].copy_(parameter.grad).detach()
                 members.append(index)
         return members
 

@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.group import check_group, gather_objects, on_gpu_of, takes_cpu_tensors
+from ddp_from_scratch.common.group import (
+    check_group,
+    gather_objects,
+    on_gpu_of,
+    takes_cpu_tensors,
+    wait,
+)
 from ddp_from_scratch.core.extension import Extension
 
 _WORDS = 2**16  # elements of a row
@@ -127,7 +133,8 @@ class DriftCheck(Extension):
     ) -> None:
         if every < 1:
             raise ValueError(f"check_every must be 1 or more, got {every}")
-        self._every, self._advice, self._is_due = every, advice, bool(advice)
+        self._every, self._is_due = every, bool(advice)
+        self.advice: str = advice
         self._module, self._process_group, self._ignore = module, process_group, ignore
         # Weak, so that a check does not keep an optimizer alive. Ordered by their first steps.
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
@@ -152,7 +159,7 @@ class DriftCheck(Extension):
             try:
                 _compare(held, self._process_group, f"average {iteration}: ")
             except RuntimeError as error:
-                return RuntimeError(f"{error}. {self._advice}") if self._advice else error
+                return RuntimeError(f"{error}. {self.advice}") if self.advice else error
         return None
 
 
@@ -171,6 +178,8 @@ class _Held:
         for number, optimizer in enumerate(optimizers):
             whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
             divided = getattr(optimizer, "shard", "none") == "world"  # each rank has its own part
+            if divided:
+                optimizer.synchronize()  # type: ignore[attr-defined]  # parameters may be under way
             for name, parameter in named if not divided else ():
                 for key, value in _values(optimizer.state.get(parameter)):
                     self.tensors[f"{key} in the state of {whose} for parameter {name}"] = value
@@ -213,7 +222,7 @@ def gather_integers(
     device = "cpu" if takes_cpu_tensors(process_group) else "cuda"
     sent = torch.tensor(mine, device=device)
     gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather(gathered, sent, group=process_group)
+    wait(dist.all_gather(gathered, sent, group=process_group, async_op=True))
     return torch.stack(gathered).tolist()
 
 

@@ -517,6 +517,26 @@ def test_distributed_checkpoints_go_to_any_number_of_ranks_and_to_torch(ranks, s
         assert set(ranks("gloo", size)(checkpointed, tmp_path, other, False)) == saved, other
 
 
+@each_shard
+@on("gloo-2")
+def test_a_gradient_that_this_pass_does_not_compute_is_clipped_too(world, shard):
+    def run(at_once):
+        model = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+        reducer = ddp.Reducer(model, find_unused_parameters=True)
+        options = {"lr": 0.1, "reducer": reducer, "shard": shard if at_once else "none"}
+        optimizer = ddp.SGD(model.parameters(), **options)
+        x = X * (1 + world.rank)
+        (model[0](x) + model[1](x)).sum().backward()  # without a step
+        reducer.prepare_backward(loss := model[0](x).sum())
+        norm = optimizer.backward_and_step(loss, max_norm=1.0)
+        reducer.remove()
+        return torch.cat([norm.float()[None], *(p.detach().flatten() for p in model.parameters())])
+
+    assert torch.equal(run(at_once=True), run(at_once=False))
+
+
 class Reading(nn.Module):
     """Modules that read parameters of others: of a child that is never called, and a tied one."""
 
@@ -575,6 +595,28 @@ def test_forward_waits_for_the_parameters_that_it_reads(world):
             torch.testing.assert_close(one, other)
     with pytest.raises(ValueError, match='overlap_forward=True needs shard="world", got "node"'):
         linear(settings={"lr": 0.1, "overlap_forward": True})
+
+
+@on("gloo-2")
+def test_what_compares_or_loads_parameters_waits_for_them(world):
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    watched = {"find_unused_parameters": True, "check_every": 1}
+    settings = {"lr": 0.1, "overlap_forward": True}
+    with patch.object(shards, "all_gather_single", LateGather):
+        _, reducer, optimizer, _ = linear(None, model, True, "SGD", settings, "world", **watched)
+        for step in range(4):
+            optimizer.zero_grad()
+            # The second layer's parameters are under way when a pass without it is compared.
+            loss = sum(layer(X).sum() for layer in model[: 1 + step % 2])
+            reducer.prepare_backward(loss)
+            optimizer.backward_and_step(loss)
+        ddp.check_sync(model, optimizers=[optimizer])
+        saved = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+        optimizer.backward_and_step(sum(layer(X).sum() for layer in model))
+        model.load_state_dict(saved)
+        optimizer.synchronize()
+        assert not any(value.any() for value in model.state_dict().values())
+    reducer.remove()
 
 
 @on("gloo-2")
