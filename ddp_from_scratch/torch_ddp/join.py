@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from ddp_from_scratch.common.group import cpu_group
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.options.checks import sync_batch_norms
+from ddp_from_scratch.options.unused import Unused
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
@@ -105,6 +106,11 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def _begin_step(self, has_data: bool) -> GradientWeight:
         """Agrees on the ranks that average in this step, and sends buffers. Collective."""
         reducer = self.reducer
+        if (unused := reducer.extension(Unused)) is not None and unused.skip:
+            raise RuntimeError(
+                "skip_unused=True needs ranks that use the same parameters, and inside join() a "
+                "rank without data uses none: leave it out"
+            )
         if sync_batch_norms(reducer.module):
             with_data = reducer.agree_weight(float(has_data)).total()
             if with_data < dist.get_world_size(reducer.process_group):
@@ -149,7 +155,7 @@ def join(
 
     Raises:
         RuntimeError: a rank has no data left, and `throw_on_early_termination` is set or the module
-            has synchronised batch norm.
+            has synchronised batch norm; or the Reducer has `skip_unused`.
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """

@@ -144,6 +144,13 @@ def weight_in_join(world):
         model.reducer.weight(2)
 
 
+def skips_in_join(world):
+    reducer = Reducer(Terms(1), skip_unused=True)
+    with ddp.join(reducer):
+        for _ in range(2 * world.rank):  # none on rank 0
+            reducer.module(1.0).backward()
+
+
 def two_kinds(world):
     """Declared sparse, and dense on a rank that uses it otherwise, too."""
     table = nn.Embedding(10, 2, sparse=True)
@@ -230,6 +237,7 @@ ERRORS = [
     (STATE, "exhausted", joined, {"throw_on_early_termination": True}),
     (RANGE, DIVIDES, joined, {"reduce": "sum", "divide_by_initial_world_size": False}),
     (STATE, JOIN, weight_in_join, {}),
+    (STATE, "skip_unused=True needs ranks that use the same", skips_in_join, {}),
     (STATE, KINDS, two_kinds, {}),
     (STATE, "rank 0 has parameter 1.weight: .*; rank 1 has .* sparse", sparse_on_rank_1, {}),
     (RANGE, r"table\.weight has a sparse gradient, which autograd", cast_table, {}),
