@@ -148,7 +148,7 @@ class Reducer(CoreReducer):
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._auto = auto
         self.buffer_sync: BufferSync = BufferSync(module, process_group, ignore)
-        self._checks = Checks(snapshot, ignore)
+        self._checks = Checks(snapshot, ignore, regroups=virtual_ranks is not None)
         self._virtual_ranks: VirtualRanks | None = None
         self.tree_reduction: TreeReduction | None = None  # of virtual ranks
         if virtual_ranks is not None:

@@ -31,11 +31,18 @@ _OFTEN = 10  # expensive checks run in each of the first 10 forward passes, then
 
 
 class Checks(Extension):
-    """Detects a changed module, and forward passes that write to parameters."""
+    """Detects a changed module, and forward passes that write to parameters.
 
-    def __init__(self, snapshot: "ModuleSnapshot", ignore: Collection[str]) -> None:
+    `regroups`: ranks may join or leave later, as with virtual ranks, so one rank is checked, too.
+    """
+
+    def __init__(
+        self, snapshot: "ModuleSnapshot", ignore: Collection[str], regroups: bool = False
+    ) -> None:
         self._snapshot = snapshot
         self.ignore = ignore
+        self._watches_writes = regroups
+        self.began: int = 0  # the number of averages before the first one of these ranks
         # Versions of all parameters at the start of the current forward pass in training; None
         # otherwise. torch does not count writes to `parameter.data`, so these are missed.
         self._before: list[int] | None = None
@@ -44,7 +51,7 @@ class Checks(Extension):
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
-        self._watches_writes = dist.get_world_size(reducer.process_group) > 1
+        self._watches_writes |= dist.get_world_size(reducer.process_group) > 1
         if self._watches_writes:
             reducer.add_extension(_FirstAverage(self))
             _check_rescaling(reducer.module, self._snapshot.parameters)
@@ -85,7 +92,7 @@ class Checks(Extension):
         self.has_written = True
         # Writes before the first average lead to a comparison (`_FirstAverage`); later ones raise.
         reducer: CoreReducer = self._of()
-        if reducer.iteration and reducer.extension(DriftCheck) is None:
+        if reducer.iteration > self.began and reducer.extension(DriftCheck) is None:
             written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
             raise RuntimeError(
                 f"a forward pass on rank {reducer.rank} has written to {shortened(written)}, which "
@@ -95,6 +102,18 @@ class Checks(Extension):
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.check_complete()
+
+    def on_set_step(self) -> None:
+        reducer: CoreReducer = self._of()
+        self.began = reducer.iteration
+        if not self._watches_writes:
+            return
+        # Ranks that join know nothing of earlier averages, so all ranks begin again.
+        drift, first = reducer.extension(DriftCheck), reducer.extension(_FirstAverage)
+        if drift is not None and drift.after_writes:
+            reducer.remove_extension(drift)
+        if first is None:
+            reducer.add_extension(_FirstAverage(self), first=True)
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""
@@ -145,7 +164,7 @@ class _FirstAverage(Extension):
 
     def on_all_launched(self) -> RuntimeError | None:
         reducer: CoreReducer = self._of()
-        if reducer.iteration > 0:
+        if reducer.iteration > self._checks.began:
             # The first average may be repeated (`abort_step`), so this stays until the second.
             reducer.remove_extension(self)
             return None

@@ -85,6 +85,7 @@ class VirtualRanks(Extension):
 
     def set_step(self, step: int, seed: int | None, keep: bool) -> int:
         self.step = step
+        self._of().rank = dist.get_rank(self._process_group)  # ranks may have been lost
         if seed is not None:
             self._seed = seed
         return self._deal_rest() if keep else self._forget()

@@ -55,7 +55,8 @@ class StallWatch(Extension):
 
     It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
     progress, once. After `after` seconds with a bucket in flight, one rank writes every rank's
-    progress to standard error, once per step. The thread ends with the Reducer or with the group.
+    progress to standard error, once per step. The thread ends with the Reducer or with the group;
+    another one begins with another group (`set_step`).
     """
 
     def __init__(self, after: float) -> None:
@@ -75,12 +76,21 @@ class StallWatch(Extension):
         name = str(group.group_name)
         _made[name] += 1
         self._key = f"ddp stall/{name}/{_made[name]}"
-        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ddp stall watch", daemon=True)
-        self._thread.start()
+        self._start(reducer.rank, dist.get_world_size(group))
         # Unlike `__del__`, a finalizer also runs at interpreter exit.
         weakref.finalize(reducer, self._end)
+
+    def _start(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._stop = threading.Event()
+        name, stop = "ddp stall watch", [self._stop]
+        self._thread = threading.Thread(target=self._run, args=stop, name=name, daemon=True)
+        self._thread.start()
+
+    def on_set_step(self) -> None:
+        reducer: CoreReducer = self._of()
+        self._end()
+        self._start(reducer.rank, dist.get_world_size(reducer.process_group))
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         # The host runs ahead of a GPU, so the GPU itself writes to host memory where it is. A query
@@ -104,12 +114,12 @@ class StallWatch(Extension):
         if self._thread is not threading.current_thread():
             self._thread.join(1.0)
 
-    def _run(self) -> None:
+    def _run(self, stop: threading.Event) -> None:
         before = published = None
         since, reported = 0.0, -1  # when it reached `before`, and the step of the last report
-        while not self._stop.wait(self._after / _WAKES) and dist.is_initialized():
+        while not stop.wait(self._after / _WAKES) and dist.is_initialized():
             now = self._look()
-            if now is None:
+            if now is None or stop.is_set():
                 return
             if now != before:
                 before, since = now, time.monotonic()
@@ -135,7 +145,7 @@ class StallWatch(Extension):
     def _look(self) -> Progress | None:
         # The thread must not keep the Reducer alive, nor the store except while it reports.
         reducer = self._of()
-        if reducer is None or self._stop.is_set():
+        if reducer is None:
             return None
         now = Progress.of(reducer)
         over = int(self._on_host)

@@ -188,6 +188,40 @@ def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(tmp_path, capfd):
     assert "step 4 failed again with ValueError: no" in said
 
 
+# Reducers are made on a rank alone, and know their rank and the others from the first attempt on.
+NAMES_A_RANK = """
+rank, virtual_rank = run.world.rank, reducer.virtual_rank_range[-1]
+if (where, step, rank) == ("backward", 2, 1) and reducer.sync:
+    time.sleep(3)
+if (where, step, rank) == ("begin", 3, 1):
+    model[0].bias.requires_grad_(False)
+"""
+WRITES = """
+@torch.no_grad()
+def write(module, inputs):
+    module[3].bias.{write}
+if not hasattr(model, "writes"):
+    model.writes = model.register_forward_pre_hook(write)
+"""
+
+
+@pytest.mark.slow
+def test_reports_and_errors_name_the_rank(tmp_path, capfd):
+    assert ends(tmp_path / "out", NAMES_A_RANK, code=1, stall_after=0.5) == []
+    said = capfd.readouterr().err
+    assert "  rank 0: 6 of 6 gradients have arrived\n  rank 1: 0 of 6 gradients" in said
+    assert "parameter 0.bias became torch.float32 on cpu with requires_grad=False on rank 1" in said
+
+
+@pytest.mark.slow
+def test_forward_passes_that_write_are_compared(quiet, tmp_path, capfd):
+    equally = WRITES.format(write="mul_(1)")
+    assert ends(tmp_path / "out", equally + ONE_JOINS) == [quiet] * 3
+    own = WRITES.format(write="add_(inputs[0].mean())")
+    assert ends(tmp_path / "other", own, code=1) == []
+    assert "average 1: parameter 3.bias is not the same on all ranks" in capfd.readouterr().err
+
+
 def test_what_cannot_go_on_is_refused_and_an_attempt_is_one_step_of_one_optimizer():
     with ddp.process_group("gloo") as world:
         model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

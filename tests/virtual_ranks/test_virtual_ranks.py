@@ -14,6 +14,7 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.node import close_default_group
+from ddp_from_scratch.sync.check_sync import DriftCheck
 from tests.support.on_ranks import on
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
@@ -81,6 +82,26 @@ REPEATED += ["counting"]
 @pytest.mark.parametrize("name", REPEATED)
 def test_a_step_that_failed_is_repeated(ranks, crew, name):
     assert set(ranks(crew[:-2], 2)(repeated, name)) == {by_definition(name)}
+
+
+@pytest.mark.parametrize("names", [["static_graph"], ["find_unused_parameters", "skip_unused"]])
+@on("gloo-2")
+def test_one_rank_repeats_its_part_while_the_others_wait(world, names):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # the second is not used
+    options = dict.fromkeys(names, True)
+    reducer = ddp.Reducer(model, virtual_ranks=4, bucket_cap_mb=0, **options)
+
+    def run(virtual_rank):
+        reducer.prepare_backward(loss := model[0](X).sum())
+        loss.backward()
+
+    for step in range(3):
+        if world.rank == step == 1:
+            with pytest.raises(Stop), reducer.virtual_rank(reducer.virtual_rank_range[0]):
+                raise Stop
+        reducer.run_virtual_ranks(run)
+        assert model[0].bias.grad.tolist() == [1, 1]
+        assert model[1].bias.grad is None
 
 
 def kept(world, name):
@@ -237,3 +258,26 @@ def test_buckets_smaller_than_the_number_of_ranks_and_complex_ones(world):
             sum((parameter * (1 - 2j) * virtual_rank).sum().real for parameter in model).backward()
     found = [parameter.grad.tolist() for parameter in model]
     assert found == [[], [3.5], [3.5, 3.5], [3.5 + 7j] * 5]
+
+
+def test_a_rank_alone_is_checked_as_several_are(alone):
+    """Other ranks may join later (`elastic`)."""
+    with pytest.raises(ValueError, match="which rescales the rows"):
+        ddp.Reducer(nn.Embedding(3, 2, max_norm=1.0), virtual_ranks=2)
+
+
+@torch.no_grad()
+def rescale(layer, inputs):
+    layer.bias.mul_(1)
+
+
+@on("gloo-2")
+def test_forward_passes_may_write_from_the_first_step_of_new_ranks_on(world):
+    model = nn.Linear(2, 2)
+    reducer = ddp.Reducer(model, virtual_ranks=2)
+    model.register_forward_pre_hook(rescale)
+    for step in (7, 8, 20, 21):
+        if step in (7, 20):
+            reducer.set_step(step)
+        reducer.run_virtual_ranks(lambda i: model(X).sum().backward())
+        assert reducer.extension(DriftCheck) is not None  # ranks are compared
