@@ -7,7 +7,7 @@ The file follows one gradient from top to bottom: `ready`, `launch_full_buckets`
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class CoreReducer(Extensible):
         pass_number: autograd's number of the current backward pass; IDLE without one.
         broken_off: True if an exception has ended that pass, so autograd never runs its callback.
         needs_each: True if autograd must call for each gradient: a pass may end before all of them.
+        drops_at_once: True if a step that is dropped does not wait for what is in flight.
         next_bucket: every bucket before this index has been launched.
     """
 
@@ -77,6 +78,7 @@ class CoreReducer(Extensible):
         self.keeps_layout: bool = False
         self.may_be_unused: bool = False
         self.needs_each: bool = False
+        self.drops_at_once: bool = False
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         self.pass_number: int = IDLE
         self.broken_off: bool = False
@@ -162,8 +164,7 @@ class CoreReducer(Extensible):
         if gradient.is_sparse or gradient.requires_grad:
             for check in self.calls["check_gradient"]:
                 check(index, gradient, bucket)
-        # Reentrant checkpointing runs passes inside a pass. Which parameters are unused is known at
-        # the end of the outermost one.
+        # Reentrant checkpoints run passes inside a pass: the outermost's end shows what is unused.
         if self.pass_number != current_pass() and not (
             self.may_be_unused and self.pass_number != IDLE
         ):
@@ -374,6 +375,9 @@ class CoreReducer(Extensible):
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
         self.pass_number, self.broken_off = IDLE, False
         for bucket in self.all_buckets:
+            if not self.drops_at_once:  # it would write into the repeated step
+                with suppress(RuntimeError):
+                    bucket.wait()
             bucket.reset()
         self.sender.set_weight(None)
         self.next_bucket, self._error = 0, None

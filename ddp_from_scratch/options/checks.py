@@ -110,7 +110,7 @@ class Checks(Extension):
             return
         # Ranks that join know nothing of earlier averages, so all ranks begin again.
         drift, first = reducer.extension(DriftCheck), reducer.extension(_FirstAverage)
-        if drift is not None and drift.after_writes:
+        if drift is not None and drift.advice:
             reducer.remove_extension(drift)
         if first is None:
             reducer.add_extension(_FirstAverage(self), first=True)

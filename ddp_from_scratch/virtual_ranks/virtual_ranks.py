@@ -60,6 +60,7 @@ class VirtualRanks(Extension):
                 "sparse gradients cannot be summed over virtual ranks: use sparse=False"
             )
         super().attach(reducer)
+        reducer.drops_at_once = True  # ranks may be lost, and sums have memory of their own
         self._process_group = reducer.process_group
         self._check()
         reducer.sender.set_hook(self.reduction.average, reducer.process_group)

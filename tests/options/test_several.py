@@ -185,6 +185,24 @@ def test_a_pass_that_raised_holds_up_no_later_one(world):
     assert all(is_rank_0s(p.grad) for p in (*a.parameters(), *b.parameters()))
 
 
+@on("gloo-2")
+def test_a_step_that_is_dropped_waits_for_what_is_in_flight(world):
+    model = Terms(1, 2, 10**6)  # the last one's gradient is ready first
+    reducer = ddp.Reducer(model, bucket_cap_mb=0)
+    model(own(world)).backward()
+    for _ in range(5):
+        model.zero_grad()
+        handle = model.p0.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(own(world)).backward()
+        handle.remove()
+        reducer.abort_step()
+        model.zero_grad()
+        model(own(world)).backward()
+        assert_grads(model, mean(world))
+    reducer.remove()
+
+
 def leave_out(world):
     """Rank 1 uses one Reducer's module alone, so its collective meets another Reducer's."""
     a, b = nn.Linear(4, 4), nn.Linear(4, 4)
