@@ -70,10 +70,10 @@ class Benchmark:
     obstacle: Callable[[], str | None] = lambda: None
 
 
-_ALL_MODELS = ("mlp", "mlp64", "resnet18", "resnet50", "transformer", "layers500")
+_ALL_MODELS = ("mlp", "mlp64", "small", "resnet18", "resnet50", "transformer", "layers500")
 _GPU_MODELS = ("gpt2",) if torch.cuda.is_available() else ()
 # The most different ones: much communication, more computation, many layers, many small layers.
-_MODELS = ("mlp64", "resnet18", "transformer", "layers500", *_GPU_MODELS)
+_MODELS = ("mlp64", "small", "resnet18", "transformer", "layers500", *_GPU_MODELS)
 # Without settings that are rarely the fastest, since each takes seconds to start alone.
 _OURS = ("Reducer, views", "ddp.SGD", "ddp.SGD, fuse_wgrad")
 _SHARDED = tuple(f"ddp.SGD, shard={how}" for how in ("world", "node", "node, fuse_wgrad"))

@@ -171,7 +171,7 @@ hide-toc: true
 
 </div></div>
 
-{about} ([more](README.md#how-fast)):
+{about} ([more](benchmarks/README.md#ratios)):
 
 {table[0]}
 

@@ -90,7 +90,7 @@ def _torchvision() -> Any:
 
 
 def _megabytes(model: nn.Module) -> str:
-    return f"{sum(parameter.nbytes for parameter in model.parameters()) / 2**20:.0f} MB"
+    return f"{sum(parameter.nbytes for parameter in model.parameters()) / 2**20:.3g} MB"
 
 
 class Transformer(nn.Module):
@@ -126,8 +126,8 @@ class _Residual(nn.Linear):
         return x + 0.1 * super().forward(x)
 
 
-def _mlp() -> nn.Module:
-    pairs = ((nn.Linear(1024, 1024), nn.ReLU()) for _ in range(16))
+def _mlp(width: int = 1024, layers: int = 16) -> nn.Module:
+    pairs = ((nn.Linear(width, width), nn.ReLU()) for _ in range(layers))
     return nn.Sequential(*chain.from_iterable(pairs))
 
 
@@ -147,6 +147,11 @@ WORKLOADS = {
     ),
     "mlp64": Workload(  # the same communication with more computation to hide it
         "MLP, 64 MB, batch 64", _mlp, lambda: (torch.randn(64, 1024), torch.randint(1024, (64,)))
+    ),
+    "small": Workload(  # nothing to gain: what a step costs besides computation and sending
+        "MLP, 0.5 MB, batch 16",
+        lambda: _mlp(256, 2),
+        lambda: (torch.randn(16, 256), torch.randint(256, (16,))),
     ),
     "resnet18": Workload(  # small images: a step takes only a tenth of a second on a CPU
         "ResNet-18, 45 MB, batch 8 at 64x64",

@@ -237,8 +237,8 @@ def _device(backend: str, placement: Placement) -> torch.device:
     visible = gpu.count()
     if placement.local_world_size > visible != 1:
         raise UsageError(
-            f"the nccl backend needs a GPU for each process: {placement.local_world_size} "
-            f"processes on this machine, {visible} visible GPUs"
+            f"the nccl backend needs a GPU for each process, got {visible} visible GPUs for "
+            f"{placement.local_world_size} on this machine: start fewer, or use gloo or mpi"
         )
     # A launcher may show each process only its own GPU (srun --gpus-per-task=1).
     device = torch.device("cuda", 0 if visible == 1 else placement.local_rank)

@@ -203,7 +203,7 @@ ON_BOTH = {"MLP, batch 16": "mlp", "ResNet-18": "resnet18", "transformer": "tran
 ROWS = [
     (page, label, f"{name}-gloo+mpi-2", ON_CPU)
     for page in ("README.md", BENCHMARKS)
-    for label, name in (ON_BOTH | {"500 layers": "layers500"}).items()
+    for label, name in (ON_BOTH | {"small MLP, 0.5 MB": "small", "500 layers": "layers500"}).items()
 ]
 ROWS += [
     (BENCHMARKS, "the same, 4 ranks on 2 cores", "mlp-gloo+mpi-4", ON_CPU),

@@ -14,6 +14,7 @@ suppress_warnings = ["toc.not_included"]  # code, which links and lists reach
 myst_heading_anchors = 4  # GitHub's
 highlight_language = "text"
 html_theme = "furo"
+html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_favicon = "static/icon.svg"
