@@ -38,15 +38,10 @@ def main() -> int:
         raise UsageError(f"--rounds must be 1 or more, and --ranks 1 to {MOST_HERE}")
     measured = measure(commands(options.ranks), options.rounds)
     print(table(measured))
-    write(
-        "start_time",
-        "From the command to the end of one epoch",
-        [{"name": s.name, "milliseconds": s.milliseconds} for s in measured],
-        options.results,
-        benchmark="start_time",
-        ranks=options.ranks,
-        rounds=options.rounds,
-    )
+    title = "From the command to the end of one epoch"
+    samples = [{"name": s.name, "milliseconds": s.milliseconds} for s in measured]
+    settings = {"benchmark": "start_time", "ranks": options.ranks, "rounds": options.rounds}
+    write("start_time", title, samples, options.results, **settings)
     return 0
 
 

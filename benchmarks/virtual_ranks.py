@@ -109,16 +109,10 @@ def report(
         rows.append([s.name, f"{middle:.1f} ({low:.1f} to {high:.1f})", ratio])
     print(f"\n{title}, {len(ordinary.milliseconds)} steps each", flush=True)
     print(text_table(["", "ms per step", f"/ {ORDINARY}"], rows), flush=True)
-    write(
-        f"virtual-ranks-{model}-{world.backend}-{world.world_size}",
-        title,
-        [asdict(s) for s in samples],
-        options.results,
-        benchmark="virtual_ranks",
-        model=model,
-        backend=world.backend,
-        nproc=world.world_size,
-    )
+    settings = {"benchmark": "virtual_ranks", "model": model}
+    settings |= {"backend": world.backend, "nproc": world.world_size}
+    name = f"virtual-ranks-{model}-{world.backend}-{world.world_size}"
+    write(name, title, [asdict(s) for s in samples], options.results, **settings)
 
 
 if __name__ == "__main__":
