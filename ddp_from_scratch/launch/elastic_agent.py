@@ -170,6 +170,8 @@ class ElasticAgent(Agent):
         if self._server_code() is not None:
             return self._failed(member, code)
         said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._with_state())
+        if self._ended_well and not has_carriers and not said.most_ranks:
+            return None  # the job ended as this process was about to join
         never_joined = code > 0 and not said.arrived
         failure: Any = [NO_STATE, f"exit code {code}"] if never_joined else said.failure
         again = failure is not None and failure == self._last_failure

@@ -164,6 +164,7 @@ def cannot_join(member, code):
 
 
 KILLED_0, KILLED_1 = lost(0, "KILL", 1, 1), lost(1, "KILL", 2, 1)
+KILLED_1_OF_2 = lost(1, "KILL", 1, 1)
 PAIR = {"nproc": 2}
 ELASTIC = {
     "one is killed, and another joins": Case(
@@ -192,6 +193,14 @@ ELASTIC = {
         *(0, "-, -, -", (KILLED_0, cannot_join(2, 2))),
         **PAIR,
     ),
+    **{
+        f"one that joins ends with {how} as the job does": Case(
+            f"train 01 | ends 1 KILL | generation 2 0 | train 0 | ends 0 0 & ends 2 {how}",
+            *(0, "-, -, -", (KILLED_1_OF_2,)),
+            **PAIR,
+        )
+        for how in ("2", "1", "KILL")
+    },
     "too many failures": Case(
         "train 012 | ends 1 9 | arrives 3 & ends 3 9 | wait 30 | generation 2 02",
         *(None, "", (lost(1, 9, 2, 1, of=1), lost(3, 9, 2, 2, of=1)), "", 1),
