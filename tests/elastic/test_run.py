@@ -191,8 +191,12 @@ def test_an_exception_is_a_lost_rank_and_the_second_time_a_bug(tmp_path, capfd):
 # Reducers are made on a rank alone, and know their rank and the others from the first attempt on.
 NAMES_A_RANK = """
 rank, virtual_rank = run.world.rank, reducer.virtual_rank_range[-1]
-if (where, step, rank) == ("backward", 2, 1) and reducer.sync:
-    time.sleep(3)
+if (where, step) == ("backward", 2) and reducer.sync:  # rank 1 is late, and its watch has seen it
+    if rank == 1:
+        (out / "late").touch()
+    while not (out / "late").exists():
+        time.sleep(0.01)
+    time.sleep(3 if rank == 1 else 1)
 if (where, step, rank) == ("begin", 3, 1):
     model[0].bias.requires_grad_(False)
 """
