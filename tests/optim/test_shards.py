@@ -554,13 +554,14 @@ class Reading(nn.Module):
 
 
 class LateGather:
-    """An all-gather that only happens when somebody waits for it."""
+    """An all-gather whose result only arrives when somebody waits for it."""
 
-    def __init__(self, *arguments, async_op, **options):
-        self.run = partial(all_gather_single, *arguments, **options)
+    def __init__(self, whole, share, *, group, async_op):
+        self.whole, self.arrives = whole, torch.empty_like(whole)
+        all_gather_single(self.arrives, share, group=group)
 
     def wait(self):
-        self.run()
+        self.whole.copy_(self.arrives)
 
 
 @on("gloo-2")
