@@ -4,7 +4,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
@@ -60,12 +59,12 @@ class Unused(Extension):
         self.find_unused = find_unused
         self.is_static: bool = static
         self.skip: bool = skip
-        # Returns the group of the last average. The first one in a group skips no bucket, since
-        # gradients of one rank may predate its Reducer.
-        self._agreed_in: Callable[[], Any] = NoneType
+        # The first average of these ranks skips no bucket, since gradients of one rank may predate
+        # its Reducer.
+        self._has_agreed = False
         self._used: set[int] = set()  # since the last average, including passes under no_sync()
-        # Static graph only: what some rank used in the first average of the group, and what is used
-        # beyond that.
+        # Static graph only: what some rank used in the first average of these ranks, and what is
+        # used beyond that.
         self._used_by_any: set[int] | None = None
         self._unforeseen: set[int] = set()
 
@@ -173,11 +172,7 @@ class Unused(Extension):
         return self._expected is not None and self._counted[index] == self._expected[index]
 
     def skips(self, bucket: Bucket) -> bool:
-        return self.skip and self._has_agreed() and self._used.isdisjoint(bucket.members)
-
-    def _has_agreed(self) -> bool:
-        """True if the ranks of the group have averaged, even if one has dropped a step since."""
-        return self._agreed_in() is (self._of().process_group or dist.group.WORLD)
+        return self.skip and self._has_agreed and self._used.isdisjoint(bucket.members)
 
     def before_end(self) -> None:
         if self._of().may_be_unused:
@@ -190,11 +185,10 @@ class Unused(Extension):
         # `zero_grad()` may have dropped some of these gradients.
         inherited = {i for i in self._inherited if reducer.parameters[i].grad is not None} - used
         self._inherited = set()
-        had_agreed = self._has_agreed()
-        self._agreed_in = weakref.ref(reducer.process_group or dist.group.WORLD)
+        self._has_agreed = True
         if not reducer.may_be_unused:
             return None
-        if self._used_by_any is not None and had_agreed:
+        if self._used_by_any is not None:
             # `is_complete` does not count gradients under no_sync(), but `used` holds them.
             self._unforeseen = used - self._used_by_any
             return self._used_by_any
@@ -236,12 +230,12 @@ class Unused(Extension):
 
     def on_abort(self) -> None:
         # One rank may drop and repeat its part of a step for which the others wait. So it keeps
-        # what all have agreed on; after an average that failed, another group begins.
+        # what all have agreed on.
         self._used, self._expected, self._counted = set(), None, Counter()
 
     def on_set_step(self) -> None:
         self.on_abort()
-        self._agreed_in = NoneType
+        self._used_by_any, self._has_agreed = None, False
 
     def remove(self) -> None:
         self._forwards.clear()  # graphs that are still alive do not enter

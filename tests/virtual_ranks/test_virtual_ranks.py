@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
+from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.node import close_default_group
 from ddp_from_scratch.sync.check_sync import DriftCheck
 from tests.support.on_ranks import on
@@ -84,11 +85,21 @@ def test_a_step_that_failed_is_repeated(ranks, crew, name):
     assert set(ranks(crew[:-2], 2)(repeated, name)) == {by_definition(name)}
 
 
+class Launches(Extension):
+    def __init__(self):
+        self.buckets = []
+
+    def on_launch(self, bucket):
+        self.buckets.append(bucket.index())
+
+
 @pytest.mark.parametrize("names", [["static_graph"], ["find_unused_parameters", "skip_unused"]])
 @on("gloo-2")
 def test_one_rank_repeats_its_part_while_the_others_wait(world, names):
+    """After `set_step` some ranks may be new, so all agree again on what is used."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # the second is not used
-    options = dict.fromkeys(names, True)
+    options, launches = dict.fromkeys(names, True), Launches()
+    options["extensions"] = [launches]
     reducer = ddp.Reducer(model, virtual_ranks=4, bucket_cap_mb=0, **options)
 
     def run(virtual_rank):
@@ -102,6 +113,14 @@ def test_one_rank_repeats_its_part_while_the_others_wait(world, names):
         reducer.run_virtual_ranks(run)
         assert model[0].bias.grad.tolist() == [1, 1]
         assert model[1].bias.grad is None
+    later = [2, 3] if "skip_unused" in names else [0, 1, 2, 3]
+    assert launches.buckets == [0, 1, 2, 3] + later * 2
+    reducer.set_step(3)
+    reducer.run_virtual_ranks(run)
+    assert launches.buckets[-4:] == [0, 1, 2, 3]
+    reducer.set_step(4)
+    reducer.run_virtual_ranks(lambda _: model(X).sum().backward())
+    assert model[1].bias.grad.tolist() == [1, 1]
 
 
 def kept(world, name):
