@@ -12,6 +12,7 @@ from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import Sender, average
 from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.node import shared_memory_group
@@ -22,6 +23,7 @@ from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_n
 from ddp_from_scratch.options.finite import FiniteCheck
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.launch_order import CommunicatingLayers, layers_with_groups
+from ddp_from_scratch.options.local_steps import LocalSteps
 from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.stats import ReducerStats
 from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
@@ -83,6 +85,9 @@ class Reducer(CoreReducer):
             be summed again. Not with a comm hook or virtual ranks.
         check_finite: raise on every rank if a gradient is not finite before it is averaged, and
             name its rank and parameter (`FiniteCheck`). Not with virtual ranks.
+        local_steps: optimizers may step on gradients that are not averaged, as in local SGD.
+            Otherwise the first such step warns, and with `check_every` each raises
+            (`options/local_steps.py`).
         extensions: your own (`core/extension.py`), called after those of the options.
 
     Attributes:
@@ -126,6 +131,7 @@ class Reducer(CoreReducer):
         virtual_ranks: int | None = None,
         reduce: Literal["mean", "sum"] = "mean",
         check_finite: bool = False,
+        local_steps: bool = False,
         extensions: Iterable[Extension] = (),
     ) -> None:
         caps = bucket_caps(bucket_cap_mb)
@@ -160,6 +166,8 @@ class Reducer(CoreReducer):
             if gradient_as_bucket_view or fuse_wgrad:
                 yield Views()
             yield self._checks
+            if not local_steps:
+                yield LocalSteps()
             if find_unused_parameters or static_graph or skip_unused:
                 yield Unused(find_unused_parameters, static_graph, skip_unused)
             if broadcast_buffers or virtual_ranks is not None:
@@ -188,6 +196,7 @@ class Reducer(CoreReducer):
             # The first layout is final, even if an average fails on some ranks.
             ready_order = list(parameters)[::-1]
         transport = shared_memory_group if shared_memory and on_cpu else None
+        launch_order.check_overlap(parameters, process_group, sums)
         sender = Sender(process_group, transport, sums)
         # Shared memory is freed with its group, and virtual ranks may continue in another one.
         memory_of = sender.group() if self.meets and virtual_ranks is None else None
@@ -238,6 +247,7 @@ class Reducer(CoreReducer):
         one bucket is in flight at a time. Raises a RuntimeError while a backward pass is running;
         see also `BucketTuning.check_hook`.
         """
+        self.check_current()
         self._check_idle("a comm hook cannot be registered while gradients wait for their average")
         if (tuning := self.extension(BucketTuning)) is not None:
             tuning.check_hook(hook)
@@ -305,6 +315,25 @@ class Reducer(CoreReducer):
         if any(bucket.begun for bucket in self.all_buckets):
             raise RuntimeError(text)
 
+    def average_gradients(self) -> None:
+        """Averages what is in `.grad` now, without a backward pass. Collective.
+
+        For gradients that did not come from `backward()`, such as those of `torch.autograd.grad`,
+        and for sums of passes under `no_sync()`. All options apply as in a backward pass. Every
+        parameter needs a gradient, unless the Reducer has `find_unused_parameters`.
+
+        Raises:
+            RuntimeError: this is inside a backward pass or `join()`; the last backward pass was
+                interrupted; a parameter has no gradient (on the rank that lacks it, after the
+                average); or the Reducer has virtual ranks.
+        """
+        self.check_current()
+        self.check_free("average_gradients()")
+        if self.joining or current_pass() != -1:
+            where = "join()" if self.joining else "a backward pass"
+            raise RuntimeError(f"average_gradients() cannot be used inside {where}")
+        self.average_now()
+
     # Weights ------------------------------------------------------------------------------------
 
     def weight(self, amount: float) -> None:
@@ -318,6 +347,7 @@ class Reducer(CoreReducer):
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
             RuntimeError: inside `join()`; or the amounts differ with synchronised batch norm.
         """
+        self.check_current()
         if self.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weights ranks itself")
         weight = self.agree_weight(amount)

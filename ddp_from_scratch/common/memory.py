@@ -60,4 +60,42 @@ def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torc
 def same_memory(tensor: torch.Tensor, place: torch.Tensor) -> bool:
     """True if two tensors of one shape and dtype have the same elements in memory."""
     # Comparing the objects is not enough: `module.to(...)` gives a tensor other memory.
-    return tensor.data_ptr() == place.data_ptr() and tensor.stride() == place.stride()
+    return (
+        tensor.data_ptr() == place.data_ptr()
+        and tensor.stride() == place.stride()
+        and not is_lazy(tensor)
+    )
+
+
+def is_lazy(tensor: torch.Tensor) -> bool:
+    """True if a tensor is the conjugate or the negative of what its memory holds."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copies each source to its target, in one call if possible."""
+    try:
+        torch._foreach_copy_(targets, sources)
+    except RuntimeError:
+        # That call takes no lazily conjugated or negated tensor, such as a gradient of `w.conj()`.
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """Returns a flat complex tensor as one of twice as many reals, in the same memory."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def grad_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Returns the dtype of a parameter's gradient; usually that of the parameter.
+
+    Raises a ValueError if it may be any (`grad_dtype` is None).
+    """
+    dtype: torch.dtype | None = parameter.grad_dtype
+    if dtype is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has grad_dtype=None, so its gradients "
+            f"may have any dtype, and a bucket has one: set grad_dtype to the one they have"
+        )
+    return dtype

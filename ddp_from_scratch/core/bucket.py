@@ -10,7 +10,13 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.memory import dense_strides, in_huge_pages
+from ddp_from_scratch.common.memory import (
+    as_real,
+    copy_each,
+    dense_strides,
+    grad_dtype,
+    in_huge_pages,
+)
 
 Future: TypeAlias = torch.futures.Future[Any]
 CommHook: TypeAlias = Callable[[Any, Any], Future]
@@ -82,10 +88,13 @@ class Bucket:
         self.offsets: tuple[int, ...] = tuple(offsets)  # where each member's gradient begins
         first = self._parameters[0]
         if flat is None:
-            flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+            flat = torch.zeros(numel, dtype=grad_dtype(first), device=first.device)
         self.flat: torch.Tensor = flat
+        # What comm hooks see. Complex numbers are pairs of reals, as in torch's DDP, since hooks
+        # cast to 16-bit floats.
+        self._real = as_real(flat)
         self._on_gpu = gpu.is_gpu(flat.device)
-        self._sent = flat  # what the comm hook sends, and may replace; `pack` writes to `flat`
+        self._sent = self._real  # what the comm hook sends, and may replace
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
         self.views: list[torch.Tensor] = self.windows_of(flat)
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
@@ -117,28 +126,38 @@ class Bucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """Returns the flat tensor of its gradients, or what `set_buffer` put in its place."""
+        """Returns the flat tensor of its gradients, or what `set_buffer` put in its place.
+
+        A complex number is two elements, its real and its imaginary part.
+        """
         return self._sent
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces what `buffer()` returns, until the next launch."""
-        if buffer.numel() != self.flat.numel():
-            raise ValueError(f"the buffer must have {self.flat.numel()}, got {buffer.numel()}")
+        if buffer.numel() != self._real.numel():
+            raise ValueError(f"the buffer must have {self._real.numel()}, got {buffer.numel()}")
         self._sent = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns a window of `buffer()` for each member, with the shape of its parameter."""
+        """Returns a window of `buffer()` for each member, with the shape of its parameter.
+
+        For complex numbers it has one dimension more, of size 2, as in `torch.view_as_real`.
+        """
         return self.windows_of(self._sent)
 
     def windows_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns each member's window of another flat tensor of the same size."""
+        """Returns each member's window of another flat tensor of the size of `flat` or `buffer()`.
+
+        In the latter the windows of complex gradients are those of `gradients()`.
+        """
         begin = flat.storage_offset()
-        return [
-            flat.as_strided(parameter.shape, strides, begin + offset)
-            for offset, parameter, strides in zip(
-                self.offsets, self._parameters, self._strides, strict=True
-            )
-        ]
+        rows = zip(self.offsets, self._parameters, self._strides, strict=True)
+        if self.flat.is_complex() and not flat.is_complex():
+            return [
+                flat.as_strided((*p.shape, 2), (*(2 * s for s in strides), 1), begin + 2 * offset)
+                for offset, p, strides in rows
+            ]
+        return [flat.as_strided(p.shape, strides, begin + offset) for offset, p, strides in rows]
 
     def scratch(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor for the compressed buffer, the same one in every pass."""
@@ -164,23 +183,28 @@ class Bucket:
 
     # Pack ---------------------------------------------------------------------------------------
 
-    def pack(self, scale: float) -> None:
-        """Copies the gradients in, multiplied by `scale`. Raises if the bucket is launched."""
+    def pack(self, scale: float) -> Collection[int]:
+        """Copies the gradients in, multiplied by `scale`. Raises if the bucket is launched.
+
+        Returns members that were ready but whose `.grad` is None. They contribute zeros, as unused.
+        """
         if self.state is not BucketState.FILLING:
             raise self._again()
-        windows, sources = self.views, [*map(gradient_of, self._parameters)]
+        windows, sources, gone = self.views, [*map(gradient_of, self._parameters)], set[int]()
         if any(map(is_, sources, repeat(None))):
             windows = []
             for index, parameter, view in self._rows:
                 if parameter.grad is not None:
                     windows.append(view)
-                elif index in self.unused:
-                    view.zero_()
                 else:
-                    raise self._gone(parameter)
+                    view.zero_()
+                    gone.add(index)
             sources = [gradient for gradient in sources if gradient is not None]
+            gone -= self.unused
+            self.unused |= gone
         self._sources = sources
         self._copy_scaled(windows, sources, scale)
+        return gone
 
     def _copy_scaled(
         self, windows: list[torch.Tensor], sources: list[torch.Tensor], scale: float
@@ -189,7 +213,7 @@ class Bucket:
             if self._on_gpu:
                 windows, sources = self._copy_strided(windows, sources)
             if windows:
-                torch._foreach_copy_(windows, sources)
+                copy_each(windows, sources)
             if scale != 1:
                 self.flat.mul_(scale)
         else:
@@ -202,12 +226,6 @@ class Bucket:
 
     def _again(self) -> RuntimeError:
         return RuntimeError(f"bucket {self._index} is launched a second time")
-
-    def _gone(self, parameter: torch.Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} was set to None after "
-            f"it was marked ready and before it was averaged"
-        )
 
     def _copy_strided(
         self, targets: list[torch.Tensor], sources: list[torch.Tensor]
@@ -227,7 +245,7 @@ class Bucket:
 
     def launch(self, hook: CommHook, state: Any, aside: bool = False) -> None:
         """Calls the comm hook, `aside` on a side stream if the bucket is on a GPU."""
-        self._sent = self.flat
+        self._sent = self._real
         if aside and self._on_gpu:
             # From torch 2.15 on, NCCL's `get_future` makes the current stream wait for the
             # collective, which would end the overlap if it were backward's stream.
@@ -269,11 +287,9 @@ class Bucket:
             kind = type(average).__name__
             raise TypeError(f"the future of a comm hook must give a tensor, got {kind}")
         # Most hooks average in place. Others return a new tensor, perhaps of another dtype.
-        if average.data_ptr() != self.flat.data_ptr() or average.dtype != self.flat.dtype:
-            target = self.flat
-            if target.is_complex() and not average.is_complex():
-                target = torch.view_as_real(target)
-            target.copy_(average.view(target.shape))
+        if average.data_ptr() != self.flat.data_ptr() or average.dtype != self._real.dtype:
+            target = self.flat if average.is_complex() else self._real
+            target.copy_(average.reshape(target.shape))
         self.state = BucketState.LANDED
 
     # Unpack -------------------------------------------------------------------------------------
@@ -293,14 +309,13 @@ class Bucket:
                     if (gradient := parameter.grad) is not None:
                         gradients.append(gradient)
                         windows.append(view)
-                    elif index in self.unused:
-                        # Other ranks used it. A member that was used here had a gradient at the
-                        # launch; if it has none now, the user has dropped it.
+                    else:
+                        # Other ranks used it, or the program has dropped it after the launch.
                         parameter.grad = view.clone()
             if self._on_gpu:
                 gradients, windows = self._copy_strided(gradients, windows)
             if gradients:
-                torch._foreach_copy_(gradients, windows)
+                copy_each(gradients, windows)
         self.reset()
 
     def reset(self) -> None:
@@ -308,7 +323,7 @@ class Bucket:
         self._future = self._launched = None
         self._sources = []
         self.noted.clear()
-        self._sent, self.state = self.flat, BucketState.FILLING
+        self._sent, self.state = self._real, BucketState.FILLING
         self.missing.update(self.members)
         self.unused.clear()
 

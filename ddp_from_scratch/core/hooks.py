@@ -1,7 +1,7 @@
 """The hooks on parameters, modules, optimizers and backward passes that call a Reducer."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -41,6 +41,14 @@ class Hooks:
             parameter.register_post_accumulate_grad_hook(hook)
             for parameter, hook in zip(parameters, self._ready, strict=True)
         ]
+        _ours.update(handle.id for handle in self.handles)
+        # Parameters whose gradient autograd has just left undefined; only those with hooks of the
+        # program's that run before ours, which may have cleared it instead.
+        self._undefined = set[int]()
+        for index, node in enumerate(self.nodes):
+            if self._has_foreign(index, before_ours=True):
+                note = partial(_note_undefined, self._undefined, index)
+                self.handles.append(node.register_prehook(note))
         # Module hooks run only if the program calls the whole module; this check always runs.
         self.ids: frozenset[int] = frozenset(map(id, parameters))
         _watch_steps()
@@ -56,10 +64,41 @@ class Hooks:
                 # In place, because hooks run in the order of registration.
                 table[handle.id] = hooks.get(index, ready)
 
+    def is_hooked(self, index: int) -> bool:
+        """True if the program has hooked this parameter, too."""
+        return self._has_foreign(index)
+
+    def was_cleared(self, index: int, noted: bool) -> bool:
+        """True if the program has cleared this `.grad`; False if autograd has left it undefined.
+
+        `noted`: our hook has run earlier.
+        """
+        if noted:
+            return self._has_foreign(index)
+        return self._has_foreign(index, before_ours=True) and index not in self._undefined
+
+    def _has_foreign(self, index: int, before_ours: bool = False) -> bool:
+        handle = self.handles[index]
+        for key in handle.hooks_dict_ref() or ():
+            if key == handle.id and before_ours:
+                return False
+            if key not in _ours:
+                return True
+        return False
+
     def remove(self, reducer: Any) -> None:
         """Removes all hooks. Idempotent."""
         _remove_all(self.handles)
         _living.pop(id(reducer), None)
+
+
+# The numbers of all Reducers' hooks on parameters.
+_ours: set[int] = set()
+
+
+def _note_undefined(undefined: set[int], index: int, gradients: Sequence[Any]) -> None:
+    """Called before autograd accumulates a gradient, or leaves it undefined."""
+    (undefined.add if gradients[0] is None else undefined.discard)(index)
 
 
 # One hook of torch's serves all Reducers. torch iterates over its hooks without a copy, and the
@@ -87,6 +126,7 @@ def _tell(phase: str, optimizer: torch.optim.Optimizer, *arguments: Any) -> None
 def _remove_all(handles: Iterable[Handle]) -> None:
     for handle in handles:
         handle.remove()
+        _ours.discard(handle.id)
 
 
 class ModuleHook:

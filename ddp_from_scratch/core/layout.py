@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import shortened
-from ddp_from_scratch.common.memory import dense_strides, zeros
+from ddp_from_scratch.common.memory import dense_strides, grad_dtype, zeros
 from ddp_from_scratch.core.bucket import Bucket
 
 # As in torch's DDP. The first bucket is small, so that the first all-reduce starts early.
@@ -112,7 +112,10 @@ class Layout:
         self.index_of: dict[str, int] = {name: index for index, name in enumerate(self.names)}
         self._in_flat = len(self.names) - len(apart)
         flat = self.parameters[: self._in_flat]
-        self._gradients = [(p.numel() * p.element_size(), (p.dtype, p.device)) for p in flat]
+        keys = [(grad_dtype(p), p.device) for p in flat]
+        self._gradients = [
+            (p.numel() * key[0].itemsize, key) for p, key in zip(flat, keys, strict=True)
+        ]
         # Fixed now, while the strides are the same on all ranks. A rank may transpose a parameter
         # later, and its bucket must still match the others'.
         self._strides = [dense_strides(parameter) for parameter in flat]

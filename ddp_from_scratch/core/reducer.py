@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
+from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Extensible, Extension
@@ -72,6 +73,7 @@ class CoreReducer(Extensible):
         self.device: torch.device = self.parameters[0].device
         self.caps: Sequence[int] = bucket_caps
         self.sync: bool = True
+        self.is_replaced: bool = False
         self.iteration: int = 0
         self.next_bucket: int = 0
         self.ready_order: list[str] | None = None if ready_order is None else list(ready_order)
@@ -79,6 +81,8 @@ class CoreReducer(Extensible):
         self.may_be_unused: bool = False
         self.needs_each: bool = False
         self.drops_at_once: bool = False
+        # Parameters that have got a gradient under `no_sync()` since the last average.
+        self.local: set[int] = set()
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         self.pass_number: int = IDLE
         self.broken_off: bool = False
@@ -135,10 +139,11 @@ class CoreReducer(Extensible):
     def ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
         """Marks parameter `index` ready. Autograd calls, even if the gradient is undefined."""
         self, gradient = me(), parameter.grad
-        if self is None or gradient is None:
+        if self is None:
             return
-        for call in self.calls["on_gradient"]:
-            call(index)
+        if gradient is not None:
+            for call in self.calls["on_gradient"]:
+                call(index)
         with self.lock:
             self._count(index, gradient)
 
@@ -152,16 +157,21 @@ class CoreReducer(Extensible):
         """Counts the gradients that autograd has only noted in this bucket. Under `lock`."""
         for index in [*bucket.noted]:
             parameter = bucket.noted.pop(index)
-            if (gradient := parameter.grad) is not None:
-                self._count(index, gradient)
+            self._count(index, parameter.grad, noted=True)
 
-    def _count(self, index: int, gradient: torch.Tensor) -> None:
+    def _count(self, index: int, gradient: torch.Tensor | None, noted: bool = False) -> None:
+        """Counts one gradient; None if autograd left it undefined, which adds nothing."""
         bucket = self.bucket_of[index]
         if not self.sync:
             if bucket.state is not BucketState.FILLING:
                 raise self._second_gradient(index)
+            if gradient is not None:
+                self.local.add(index)
             return
-        if gradient.is_sparse or gradient.requires_grad:
+        if gradient is None:
+            if self.hooks is not None and self.hooks.was_cleared(index, noted):
+                self._error = self._cleared_gradient(index)
+        elif gradient.is_sparse or gradient.requires_grad:
             for check in self.calls["check_gradient"]:
                 check(index, gradient, bucket)
         # Reentrant checkpoints run passes inside a pass: the outermost's end shows what is unused.
@@ -176,13 +186,17 @@ class CoreReducer(Extensible):
             if not is_complete(index):
                 return
         if bucket.state is not BucketState.FILLING:
-            self._error = self._second_gradient(index)  # raised when no other rank waits
+            if gradient is not None:
+                self._error = self._second_gradient(index)  # raised when no other rank waits
             return
-        if bucket.packs_early:
-            self._prepare()
-            bucket.pack_one(index, self.sender.scale)
-        bucket.missing.discard(index)
-        bucket.unused.discard(index)
+        if gradient is None:
+            bucket.mark_unused(index)
+        else:
+            if bucket.packs_early:
+                self._prepare()
+                bucket.pack_one(index, self.sender.scale)
+            bucket.missing.discard(index)
+            bucket.unused.discard(index)
         if not bucket.missing:
             self.launch_full_buckets(early=True)
 
@@ -242,13 +256,15 @@ class CoreReducer(Extensible):
                     self._prepare()
                 bucket.op = sender.op
                 try:
-                    bucket.pack(sender.mean if bucket.is_sparse else sender.scale)
+                    gone = bucket.pack(sender.mean if bucket.is_sparse else sender.scale)
                 except RuntimeError:
                     # A flat buffer takes no sparse gradient. Only passes that fail pay for checks.
                     for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
                         for check in self.calls["check_gradient"]:
                             check(index, parameter.grad, bucket)
                     raise
+                if gone:
+                    self._error = self._cleared_gradient(min(gone))
                 if sender.mean == 0:
                     bucket.contribute_zeros()
             for call in self.calls["on_packed"]:
@@ -318,8 +334,11 @@ class CoreReducer(Extensible):
             call(number)
 
     @torch.no_grad()
-    def finish(self, takes_part: bool = True) -> RuntimeError | None:
-        """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
+    def finish(self, takes_part: bool = True, is_pass: bool = True) -> RuntimeError | None:
+        """Waits for all buckets, and unpacks them if this rank takes part; returns its error.
+
+        `is_pass`: the gradients came from a backward pass, whose counts are checked.
+        """
         has_data, (error, self._error) = takes_part, (self._error, None)
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         for call in self.calls["on_all_launched"]:
@@ -336,6 +355,7 @@ class CoreReducer(Extensible):
             for call in self.calls["on_finished"]:
                 call(self.iteration, bucket, takes_part)
         self.next_bucket, self.iteration = 0, self.iteration + 1
+        self.local.clear()
         if self.sender.weight is not None:
             self.sender.set_weight(None)
         # Every rank reaches this. A forward pass may be one rank's own, as in an evaluation.
@@ -343,7 +363,7 @@ class CoreReducer(Extensible):
             self._agree_on_order()
         for call in self.calls["on_average"]:
             call(self.iteration, takes_part)
-        for call in self.calls["error"] if has_data else ():
+        for call in self.calls["error"] if has_data and is_pass else ():
             error = error or call()
         return error
 
@@ -362,7 +382,11 @@ class CoreReducer(Extensible):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients locally inside; the next backward outside averages the sum."""
+        """Accumulates gradients locally inside; the next backward outside averages the sum.
+
+        Raises a RuntimeError if a later Reducer has replaced this one.
+        """
+        self.check_current()
         self.count_noted()
         before, self.sync = self.sync, False
         try:
@@ -370,6 +394,26 @@ class CoreReducer(Extensible):
         finally:
             self.count_noted()
             self.sync = before
+
+    def average_now(self) -> None:
+        """Averages every `.grad` as it is, outside of backward. Collective."""
+        without = []
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                without.append(self.names[index])
+                continue
+            for call in self.calls["on_gradient"]:
+                call(index)
+            self.bucket_of[index].missing.discard(index)
+        self.mark_unused(range(len(self.parameters)))
+        if without and not self.may_be_unused:
+            # Raised after the average, for which the other ranks wait.
+            self._error = RuntimeError(
+                f"no gradient to average on rank {self.rank} for: {shortened(without)}. Every "
+                f"parameter needs one, unless the Reducer has find_unused_parameters=True"
+            )
+        if self.launch_rest() and (error := self.finish(is_pass=False)) is not None:
+            raise error
 
     def abort_step(self) -> None:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
@@ -381,8 +425,14 @@ class CoreReducer(Extensible):
             bucket.reset()
         self.sender.set_weight(None)
         self.next_bucket, self._error = 0, None
+        self.local.clear()
         for call in self.calls["on_abort"]:
             call()
+
+    def replace(self) -> None:
+        """Removes this Reducer, since a later one averages its parameters."""
+        self.is_replaced = True
+        self.remove()
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
@@ -390,6 +440,21 @@ class CoreReducer(Extensible):
             self.hooks.remove(self)
         for call in self.calls["remove"]:
             call()
+
+    def check_current(self) -> None:
+        """Raises a RuntimeError if a later Reducer has replaced this one."""
+        if self.is_replaced:
+            raise RuntimeError(
+                "another Reducer has been made for the same parameters and has replaced this one: "
+                "use the new one"
+            )
+
+    def _cleared_gradient(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of parameter {self.names[index]} was taken away on rank {self.rank} "
+            f"before it was averaged: a hook of the program has set .grad to None. Step, and clear "
+            f"gradients, when backward() has returned"
+        )
 
     def _second_gradient(self, index: int) -> RuntimeError:
         return RuntimeError(

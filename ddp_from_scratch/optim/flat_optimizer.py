@@ -284,7 +284,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         rows = zip(self._groups_of(bucket), bucket.parameters(), bucket.views, strict=True)
         # None for a parameter that does not move.
         groups = [g if can_move(p, view) and id(p) not in shared else None for g, p, view in rows]
-        offsets, itemsize = bucket.offsets, bucket.buffer().itemsize
+        offsets, itemsize = bucket.offsets, bucket.flat.itemsize
         cuts = [0]
         for i in range(1, len(groups)):
             odd = (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0

@@ -55,7 +55,7 @@ class FlatParams:
         begin = bucket.offsets[members.start]
         # Where members begin in the gradient, and the last one's end, in elements.
         self._offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters)]
-        self.gradient: torch.Tensor = bucket.buffer()[begin : begin + self._offsets[-1]]
+        self.gradient: torch.Tensor = bucket.flat[begin : begin + self._offsets[-1]]
         # Where each member begins in the flat tensor, and the members with which pieces begin.
         self._line = CACHE_LINE // self.gradient.itemsize
         self._begins, self._pieces, end = [], [0], 0
@@ -138,6 +138,7 @@ class FlatParams:
             and gradient.data_ptr() == gradient_at
             and parameter.stride() == strides
             and gradient.stride() == strides
+            and not (self.flat.is_complex() and gradient.is_conj())
         ]
 
     def gather(

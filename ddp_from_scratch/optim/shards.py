@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.common.group import all_gather_single, exchange, of_member, wait, wait_all
-from ddp_from_scratch.common.memory import in_huge_pages, same_memory, zeros
+from ddp_from_scratch.common.memory import as_real, in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average
 from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
@@ -194,7 +194,7 @@ class NodeShards(Shards):
                 f"{name} needs ranks that share memory: a process group of the mpi backend, or of "
                 f"gloo with several ranks on a machine and a Reducer with shared_memory=True"
             )
-        if not all(group.is_shared(bucket.buffer()) for bucket in self._buckets):
+        if not all(group.is_shared(bucket.flat) for bucket in self._buckets):
             raise ValueError(
                 f"{name} needs gradients in memory that the machine's ranks share, and there was "
                 f"none: the Reducer's warning says why, or its module is a copy of a wrapped one, "
@@ -262,7 +262,7 @@ class WorldShards(Shards):
         return -(-numel // (BLOCK * self._size)) * BLOCK
 
     def places(self, bucket: Bucket) -> Allocate:
-        like = bucket.buffer()
+        like = bucket.flat
         line = CACHE_LINE // like.itemsize
         numel = sum(-(-parameter.numel() // line) * line for parameter in bucket.parameters())
         memory = self._group if self._shares_memory else None
@@ -296,13 +296,13 @@ class WorldShards(Shards):
         """Returns a comm hook that averages only this rank's part of each bucket."""
 
         def reduce_scatter(state: Any, bucket: Bucket) -> Future:
-            group, buffer, bounds = self._group, bucket.buffer(), self._bounds[bucket]
+            group, buffer, bounds = self._group, bucket.flat, self._bounds[bucket]
             if not buffer.numel():
                 return _keep_local(state, bucket)
             if tree is not None:
                 found: Future = tree.reduce_scatter(group, bucket, bounds)
                 return found
-            real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+            real = as_real(buffer)
             width = real.numel() // buffer.numel()
             parts = [real[begin * width : end * width] for begin, end in pairwise(bounds)]
             own = parts[self._rank]
@@ -384,7 +384,7 @@ class WorldShards(Shards):
 def _keep_local(state: Any, bucket: Bucket) -> Future:
     """A comm hook that sends nothing, so the bucket keeps this rank's gradients."""
     future: Future = torch.futures.Future()
-    future.set_result(bucket.buffer())
+    future.set_result(bucket.flat)
     return future
 
 

@@ -6,11 +6,11 @@ the hook of the last one counts them all. The very first gradient keeps its hook
 the pass.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import repeat
 from operator import is_, setitem
-from typing import Any
 
 import torch
 
@@ -42,20 +42,25 @@ class BucketHooks(Extension):
         if order is not None and not each:
             first = reducer.layout.index_of[order[0]]
             for bucket in reducer.flat_buckets:
-                noted = {*bucket.members[:-1]} - {first}
+                # Not a parameter with a hook of the program's, which may clear the gradient.
+                others = filter(reducer.hooks.is_hooked, bucket.members)
+                noted = {*bucket.members[:-1]} - {first, *others}
                 if noted and not bucket.packs_early:
                     # C code alone, without a Python frame.
                     hooks |= {index: partial(setitem, bucket.noted, index) for index in noted}
                     last = bucket.members[-1]
-                    hooks[last] = partial(_last, self._of, last)
+                    hooks[last] = partial(_last, weakref.ref(reducer), last)
         reducer.hooks.replace(hooks)
         self.on = bool(hooks)
 
 
-def _last(of: Callable[[], Any], index: int, parameter: torch.Tensor) -> None:
+def _last(of: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
     """Counts the bucket whose last member is `index`; its `.grad` is complete."""
     reducer: CoreReducer | None = of()
-    if reducer is None or parameter.grad is None:
+    if reducer is None:
+        return
+    if parameter.grad is None:
+        CoreReducer.ready(of, index, parameter)
         return
     with reducer.lock:
         bucket = reducer.bucket_of[index]

@@ -16,6 +16,7 @@ from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.options.launch_order import look_for_layers
+from ddp_from_scratch.options.unused import will_accumulate_any
 from ddp_from_scratch.sync.check_sync import (
     EVERY_AFTER_WRITES,
     NOT_SENT,
@@ -119,7 +120,10 @@ class Checks(Extension):
         """Raises unless every gradient of the last backward pass has been averaged."""
         reducer: CoreReducer = self._of()
         rank, buckets = reducer.rank, reducer.all_buckets
-        if reducer.pass_number != IDLE and current_pass() != -1:
+        if current_pass() != -1 and (
+            # Before this Reducer's first gradient of the pass, too.
+            reducer.pass_number != IDLE or (reducer.sync and will_accumulate_any(reducer))
+        ):
             raise RuntimeError(
                 f"an optimizer stepped during backward on rank {rank}, on gradients that are not "
                 f"averaged yet: let it step when backward() has returned"

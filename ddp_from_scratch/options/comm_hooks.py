@@ -59,8 +59,6 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Fut
     buffer = bucket.buffer()
     if bucket.op is None:  # not divided yet
         buffer.mul_(1.0 / dist.get_world_size(process_group))
-    if buffer.is_complex():
-        buffer = torch.view_as_real(buffer)
     if buffer.element_size() <= dtype.itemsize:  # 16-bit gradients would not get smaller
         return all_reduce(bucket, bucket.buffer(), process_group)
     group = process_group or dist.group.WORLD

@@ -26,8 +26,8 @@ class FiniteCheck(Extension):
 
     def on_packed(self, bucket: Bucket) -> None:
         reducer: CoreReducer = self._of()
-        gradients = _sent(bucket, reducer) if bucket.is_sparse else bucket.gradients()
-        (whole,) = gradients if bucket.is_sparse else [bucket.buffer()]
+        gradients = _sent(bucket, reducer) if bucket.is_sparse else bucket.views
+        (whole,) = gradients if bucket.is_sparse else [bucket.flat]
         if whole.sum().isfinite():
             return
         for index, gradient in zip(bucket.members, gradients, strict=True):

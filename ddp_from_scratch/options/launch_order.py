@@ -7,11 +7,14 @@ the newest launches first, because forward mostly runs modules in the order in w
 """
 
 import weakref
+from collections.abc import Mapping
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.options.unused import Unused, will_accumulate_any
@@ -73,15 +76,48 @@ def next_name(memory_of: dist.ProcessGroup | None) -> str:
     return f"Reducer {_numbers.get(memory_of, 0) + 1}"
 
 
+def check_overlap(
+    parameters: Mapping[str, torch.Tensor], process_group: dist.ProcessGroup | None, sums: bool
+) -> None:
+    """Raises a ValueError if another Reducer would give one of these another result."""
+    group = process_group or dist.group.WORLD
+    for other in living():
+        ids = set(map(id, other.parameters))
+        both = [name for name, parameter in parameters.items() if id(parameter) in ids]
+        if not both or len(both) == len(ids):  # all of its parameters: the new one replaces it
+            continue
+        if (other.process_group or dist.group.WORLD) is not group:
+            what = "averages in another process group"
+        elif sums or other.sender.sums:
+            what = 'has or gets reduce="sum", which would sum a gradient twice'
+        else:
+            continue
+        raise ValueError(
+            f"another Reducer has {shortened(both)}, too, and {what}: leave them out here with "
+            f"ignore=, or call remove() on a Reducer that is no longer used"
+        )
+
+
 def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
-    """Puts a new Reducer first in the launch order, and counts it."""
+    """Puts a new Reducer first in the launch order, and counts it.
+
+    It replaces a Reducer all of whose parameters it has, if both have the same module or the same
+    parameters: that one is a leftover, as when a cell of a notebook is run again.
+    """
     if memory_of is not None:
         _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
+    new = set(map(id, reducer.parameters))
+    for other in living():
+        old = set(map(id, other.parameters))
+        if old == new or (old < new and other.module is reducer.module):
+            other.replace()
     _made[id(reducer)] = reducer
     everyone = living()
     for each in everyone if len(everyone) > 1 else []:
         if each.extension(Several) is None:
             each.add_extension(Several())
+        if not new.isdisjoint(map(id, each.parameters)):
+            each.layout_changed()
 
 
 def remove(reducer: CoreReducer) -> None:
@@ -92,6 +128,13 @@ def remove(reducer: CoreReducer) -> None:
 def living() -> list[CoreReducer]:
     """Returns the Reducers that are in use, in launch order."""
     return [*_made.values()][::-1]
+
+
+def shared_parameters(reducer: CoreReducer) -> set[int]:
+    """Returns the indices of the parameters that another Reducer averages, too."""
+    others = [map(id, other.parameters) for other in living() if other is not reducer]
+    ids = set(chain.from_iterable(others))
+    return {index for index, p in enumerate(reducer.parameters) if id(p) in ids} if ids else set()
 
 
 class Several(Extension):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import of_member
+from ddp_from_scratch.common.memory import grad_dtype
 from ddp_from_scratch.core.bucket import Bucket, BucketState
 
 # The kinds of gradient that ranks exchange. For a sparse one: its number of sparse dimensions.
@@ -61,7 +62,7 @@ class SparseBucket(Bucket):
 
     # Pack, launch -------------------------------------------------------------------------------
 
-    def pack(self, scale: float) -> None:
+    def pack(self, scale: float) -> Collection[int]:
         gradient = self._parameter.grad
         self._kind_and_rows = _NONE, 0
         if gradient is not None and gradient.is_sparse:
@@ -71,6 +72,7 @@ class SparseBucket(Bucket):
         elif gradient is not None:
             self._mine = ((gradient * scale).contiguous(),)
             self._kind_and_rows = _DENSE, 0
+        return {*self.members} - self.unused if gradient is None else ()
 
     def contribute_zeros(self) -> None:
         self._mine, self._kind_and_rows = (), (_NONE, 0)
@@ -107,7 +109,8 @@ class SparseBucket(Bucket):
                 f"{sparse}: it must be the same kind on all"
             )
         if _DENSE in found:
-            total = self._mine[0] if self._mine else torch.zeros_like(self._parameter)
+            like = self._parameter
+            total = self._mine[0] if self._mine else torch.zeros_like(like, dtype=grad_dtype(like))
             dist.all_reduce(total, group=self._process_group)
             self._average = total
         else:
@@ -130,7 +133,9 @@ class SparseBucket(Bucket):
     def _sum_rows(self, rows: list[int], sparse_dim: int) -> torch.Tensor:
         shape, most = self._parameter.shape, max(rows)
         indices = torch.zeros(sparse_dim, most, dtype=torch.int64, device=self._parameter.device)
-        values = self._parameter.new_zeros(most, *shape[sparse_dim:])
+        values = self._parameter.new_zeros(
+            most, *shape[sparse_dim:], dtype=grad_dtype(self._parameter)
+        )
         if self._mine:
             own_indices, own_values = self._mine
             indices[:, : own_indices.shape[1]] = own_indices

@@ -10,6 +10,7 @@ import torch
 from ddp_from_scratch.common.memory import same_memory
 from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.options.launch_order import shared_parameters
 
 
 class ViewBucket(Bucket):
@@ -28,13 +29,17 @@ class ViewBucket(Bucket):
         self._lent = self.windows_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
         self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
+        # Members that another Reducer averages, too. Until the average is there, their `.grad` is
+        # not in the buffer: the other one packs it later, and must not find what is in flight.
+        self.shared: set[int] = set()
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
         self._packed, self._scale = set[int](), 1.0
 
     def claim(self, index: int) -> torch.Tensor | None:
         """Returns the window for a missing gradient; None if the parameter has a `.grad`."""
         position = self._position[index]
-        return self.views[position] if self._parameters[position].grad is None else None
+        is_free = index not in self.shared and self._parameters[position].grad is None
+        return self.views[position] if is_free else None
 
     @torch.no_grad()
     def pack_one(self, index: int, scale: float) -> None:
@@ -42,7 +47,7 @@ class ViewBucket(Bucket):
         position = self._position[index]
         parameter, view = self._parameters[position], self.views[position]
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or index in self.shared:
             return
         if index in self._packed:
             view.add_(gradient, alpha=scale)
@@ -67,39 +72,41 @@ class ViewBucket(Bucket):
                 self._parameters[position].grad = self._lend(position)
             self._packed.clear()
 
-    def pack(self, scale: float) -> None:
+    def pack(self, scale: float) -> Collection[int]:
         if self.state is not BucketState.FILLING:
             raise self._again()
         gradients = [*map(gradient_of, self._parameters)]
-        if not (self._packed or self.unused) and self._are_new(gradients):
+        if not (self._packed or self.unused or self.shared) and self._are_new(gradients):
             self._copy_scaled(self.views, gradients, scale)
             for parameter, lent in zip(self._parameters, self._lent, strict=True):
                 parameter.grad = lent
-            return
-        sources, windows, in_place = [], [], []
-        packed, unused = self._packed, self.unused
+            return ()
+        sources, windows, in_place, gone = [], [], [], set[int]()
+        packed, unused, stays = self._packed, self.unused, self.unused | self.shared
         for position, (index, parameter, view) in enumerate(self._rows):
             if index in packed:
                 continue
             gradient = gradients[position]
             if gradient is None:
-                if index not in unused:
-                    raise self._gone(parameter)
+                gone.add(index)
                 view.zero_()
             elif same_memory(gradient, view):
                 in_place.append(view)
-                if index in unused:
+                if index in stays:
                     # If no rank uses this parameter, `.grad` must keep its value.
                     parameter.grad = view.clone()
             else:
                 sources.append(gradient)
                 windows.append(view)
-                if index not in unused:
+                if index not in stays:
                     parameter.grad = self._lend(position)  # frees the gradient's memory early
         self._copy_scaled(windows, sources, scale)
         if not (self._together or scale == 1):
             for view in in_place:
                 view.mul_(scale)
+        gone -= unused
+        self.unused |= gone
+        return gone
 
     def _are_new(self, gradients: Sequence[Any]) -> bool:
         """True, as in most passes, if no gradient is in the bucket but all windows to lend are."""
@@ -155,6 +162,11 @@ class Views(Extension):
     def attach(self, reducer: Any) -> None:
         super().attach(reducer)
         reducer.lay_out(kind=ViewBucket)
+
+    def on_layout(self) -> None:
+        shared = shared_parameters(self._of())
+        for bucket in self._of().flat_buckets:
+            bucket.shared = shared.intersection(bucket.members)
 
     def on_break(self, number: int) -> None:
         self._of().restore_grads()

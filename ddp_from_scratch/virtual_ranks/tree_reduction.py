@@ -34,6 +34,7 @@ from ddp_from_scratch.common.group import (
     of_member,
     wait,
 )
+from ddp_from_scratch.common.memory import as_real
 from ddp_from_scratch.core.bucket import Bucket, Future
 from ddp_from_scratch.options.comm_hooks import Later
 
@@ -147,6 +148,7 @@ class TreeReduction:
         """Adds the gradients of a virtual rank, and reuses their memory. Not for the last one."""
         for index, gradient in gradients.items():
             # The next virtual rank writes to the same window.
+            gradient = gradient.resolve_conj().resolve_neg()  # as `_foreach_add_` needs it
             gradients[index] = gradient.clone() if self._windows else gradient
             self._divide(gradients[index], before=True)
         self.sums.push(Block(virtual_rank, 1), gradients)
@@ -161,7 +163,7 @@ class TreeReduction:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
         # Not `check_group`, because torch does not list the group that a Reducer opens beside gloo.
         group = process_group or check_group(None)
-        numel, ranks = bucket.buffer().numel(), group.size()
+        numel, ranks = bucket.flat.numel(), group.size()
         chunk = -(-numel // ranks)
         bounds = [min(rank * chunk, numel) for rank in range(ranks + 1)]
         scattered = self.reduce_scatter(group, bucket, bounds)
@@ -170,8 +172,8 @@ class TreeReduction:
 
         def finish() -> torch.Tensor:
             scattered.wait()
-            buffer = bucket.buffer()
-            into = _flat_real(buffer)
+            buffer = bucket.flat
+            into = as_real(buffer)
             # The all-gather needs equal chunks.
             size = into.numel() // max(numel, 1) * chunk
             own = into[size * group.rank() : size * (group.rank() + 1)]
@@ -197,7 +199,7 @@ class TreeReduction:
         rows = self._rows(bucket, parts[rank])
         if ranks == 1:
             return Later(partial(self._fold, blocks[0], rows))
-        width = rows[0].numel() // max(bucket.buffer().numel(), 1)  # 2 for complex numbers
+        width = rows[0].numel() // max(bucket.flat.numel(), 1)  # 2 for complex numbers
         begins = [width * begin for begin in bounds]
         sizes = [end - begin for begin, end in pairwise(begins)]
         # By owner, then in the order of virtual ranks. A single row already has this order.
@@ -211,8 +213,8 @@ class TreeReduction:
         def finish() -> torch.Tensor:
             wait(work)
             own = self._fold([*chain.from_iterable(blocks)], received.unbind())
-            _flat_real(bucket.buffer())[begins[rank] : begins[rank + 1]] = own
-            return bucket.buffer()
+            as_real(bucket.flat)[begins[rank] : begins[rank + 1]] = own
+            return bucket.flat
 
         return Later(finish)
 
@@ -241,9 +243,9 @@ class TreeReduction:
         for block, gradients in self.sums.in_order():
             sums.push(block, {i: gradients[i] for i in members if i in gradients})
         (last,) = set(part) - sums.virtual_ranks()
-        flat = bucket.buffer()
+        flat = bucket.flat
         self._divide(flat, before=True)
-        sums.push(Block(last, 1), dict(zip(members, bucket.gradients(), strict=True)))
+        sums.push(Block(last, 1), dict(zip(members, bucket.views, strict=True)))
         rows = []
         for (start, size), gradients in sums.in_order():
             row = flat
@@ -252,9 +254,5 @@ class TreeReduction:
                 windows = dict(zip(members, bucket.windows_of(row), strict=True))
                 for index, gradient in gradients.items():
                     windows[index].copy_(gradient)
-            rows.append(_flat_real(row))
+            rows.append(as_real(row))
         return rows
-
-
-def _flat_real(flat: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -102,25 +102,6 @@ def test_options_that_ask_for_each_gradient_get_each(world, option):
     assert not reducer.stats().hook_per_bucket
 
 
-class Nothing(torch.autograd.Function):
-    """A function with no gradient for its second input."""
-
-    @staticmethod
-    def forward(context, x, weight):
-        return x * 1
-
-    @staticmethod
-    def backward(context, gradient):
-        return gradient, None
-
-
-def without_a_gradient(model, world):
-    x = model.layers[0](inputs(3, world.rank))
-    for index in range(1, LAYERS):
-        x = Nothing.apply(x, model.layers[index].weight) if index == 2 else model.layers[index](x)
-    (x + model.layers[2].bias).sum().backward()
-
-
 def raises(model, world):
     handle = model.layers[0].bias.register_hook(lambda gradient: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -152,7 +133,6 @@ def with_a_graph(model, world):
 MISSING = r"no gradient in the last backward pass on rank \d for: "
 ERRORS = {
     noted_alone: f"{MISSING}layers.0.weight, ",
-    without_a_gradient: rf"{MISSING}layers.2.weight\.",
     raises: r"the last backward pass on rank \d was interrupted",
     sparse: r"layers\.2\.weight is sparse on rank",
     with_a_graph: "cannot keep its graph",

@@ -1,0 +1,103 @@
+"""Tells when an optimizer steps on gradients that no average has touched."""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from types import NoneType
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.common.errors import shortened
+from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.sync.check_sync import DriftCheck
+
+
+class _Step(NamedTuple):
+    """An optimizer's last step, and the first gradient that it read."""
+
+    iteration: int
+    gradient: Callable[[], torch.Tensor | None]  # weak
+    version: int
+
+    @classmethod
+    def of(cls, iteration: int, gradient: torch.Tensor | None) -> "_Step":
+        if gradient is None:
+            return cls(iteration, NoneType, 0)
+        return cls(iteration, weakref.ref(gradient), gradient._version)
+
+    def has_new(self, iteration: int, gradient: torch.Tensor | None) -> bool:
+        """True if the gradient has changed since this step, but not by an average."""
+        if gradient is None or iteration != self.iteration:
+            return False
+        return self.gradient() is not gradient or self.version != gradient._version
+
+
+class LocalSteps(Extension):
+    """Warns at the first step with local gradients; raises after each of them with `check_every`.
+
+    A gradient is local if a backward pass under `no_sync()` was the last to add to it, or if there
+    has been no average since the optimizer's last step but `.grad` has other values, as after
+    `torch.autograd.grad`. A closure may run backward, so this looks after the step.
+    """
+
+    def attach(self, reducer: CoreReducer) -> None:
+        super().attach(reducer)
+        self._last = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]()
+        self._has_warned = False
+
+    def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        reducer: CoreReducer = self._of()
+        last, gradient = self._last.get(optimizer), _first_gradient(optimizer)
+        self._last[optimizer] = _Step.of(reducer.iteration, gradient)
+        if reducer.local:
+            self._look(optimizer, reducer.local, "came from a backward pass under no_sync()")
+        elif reducer.iteration == 0 if last is None else last.has_new(reducer.iteration, gradient):
+            self._look(optimizer, set(range(len(reducer.parameters))), "came from no backward pass")
+
+    def on_set_step(self) -> None:
+        self._last.clear()  # iterations are counted from another number
+
+    def _look(self, optimizer: torch.optim.Optimizer, indices: set[int], why: str) -> None:
+        """Tells if the optimizer has stepped one of these parameters, unless all were zero."""
+        reducer: CoreReducer = self._of()
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        names = [
+            reducer.names[index]
+            for index in sorted(indices)
+            if id(parameter := reducer.parameters[index]) in stepped and _is_nonzero(parameter.grad)
+        ]
+        if not names or dist.get_world_size(reducer.process_group) == 1:
+            return
+        text = (
+            f"{type(optimizer).__name__} has stepped on rank {reducer.rank} on gradients that were "
+            f"not averaged, so ranks drift apart: those of {shortened(names)} {why}. Run the last "
+            f"backward pass before a step outside of no_sync(), or call "
+            f"reducer.average_gradients() before the step. If each rank is meant to step on its "
+            f"own, as in local SGD, use local_steps=True"
+        )
+        drift = reducer.extension(DriftCheck)
+        if drift is not None and not drift.advice:  # the program's own `check_every`
+            raise RuntimeError(text)
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(text, stacklevel=5)  # where the program calls step()
+
+
+def _first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                gradient: torch.Tensor = parameter.grad
+                return gradient
+    return None
+
+
+def _is_nonzero(gradient: torch.Tensor | None) -> bool:
+    if gradient is None:
+        return False
+    # Some programs step once on zeros to make an optimizer's state.
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.any())
