@@ -351,7 +351,9 @@ class _BackwardAndStep(Extension):
         return self._loss
 
     def finishes_last(self) -> bool:
-        return self._clip is not None  # by the norm of all gradients, also other Reducers'
+        # Other Reducers' averages come first: a norm is of all gradients, and other Reducers may
+        # compare parameters, which this steps.
+        return True
 
     def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         optimizer, landed = self._optimizer, [bucket]

@@ -251,3 +251,174 @@ def test_the_norm_is_that_of_all_reducers_averages(world, first, shard):
         assert norm == pytest.approx(x * (1 + 2 * 4 + 3) ** 0.5)
         taken = torch.cat([p.detach().flatten() for p in parameters]).norm()
         assert taken.item() == pytest.approx(step + 1, abs=1e-4)
+
+
+# Several Reducers of one parameter --------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """`second` is tied to `first`, or a module of its own."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        # Above the size from which gradients are packed one by one.
+        self.large = nn.Linear(200, 200)
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x):
+        hidden = self.second(torch.tanh(self.first(x)))
+        return hidden.square().mean() + self.large(hidden.sum() * torch.ones(2, 200)).mean()
+
+
+class Attached:
+    """A module with a Reducer of some kind, and an optimizer of its parameters."""
+
+    def __init__(self, kind, module, **options):
+        views = {"gradient_as_bucket_view": kind != "plain"} | options
+        if kind == "wrapper":
+            self.wrapper = ddp.DistributedDataParallel(module, **views)
+            self.reducer = self.wrapper.reducer
+        else:
+            self.reducer = ddp.Reducer(module, **views)
+        if kind in ("plain", "views", "wrapper"):
+            self.optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        else:
+            shard = {"ddp.SGD": "none"}.get(kind, kind)
+            settings = {"reducer": self.reducer, "shard": shard}
+            self.optimizer = ddp.SGD(module.parameters(), 0.1, **settings)
+
+
+KINDS = ("plain", "views", "ddp.SGD", "node", "world", "wrapper")
+RELATIONS = {
+    "same module": lambda model: (model, model),
+    "part after whole": lambda model: (model, model.first),
+    "whole after part": lambda model: (model.first, model),
+    "same parameters": lambda model: (model, nn.ParameterList(model.parameters())),
+    "tied": lambda model: (model.first, nn.ModuleList([model.second, model.large])),
+}
+
+
+def averaged_by_hand(model, inputs):
+    """The gradients of the mean loss over all ranks' inputs."""
+    loss = sum(model(x) for x in inputs) / len(inputs)
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+@pytest.mark.parametrize("one", KINDS)
+@pytest.mark.parametrize("other", KINDS)
+@pytest.mark.parametrize("messages", [False, True], ids=["", "messages"])
+@on("gloo-2")
+def test_a_parameter_of_two_reducers_gets_the_average(world, one, other, messages):
+    if messages and "node" in (one, other):
+        return  # it needs shared memory
+    options = {"shared_memory": False} if messages else {}
+    for relation, parts_of in RELATIONS.items():
+        torch.manual_seed(0)
+        model = Pair(tied=relation == "tied")
+        parts = parts_of(model)
+        # The lists live as long as the modules.
+        kept = [
+            Attached(kind, part, **options) for kind, part in zip((one, other), parts, strict=True)
+        ]
+        stepped = kept[-1].optimizer
+        missing = {*model.parameters()} - {p for g in stepped.param_groups for p in g["params"]}
+        others = torch.optim.SGD(missing, 0.1) if missing else None
+        for step in range(5):
+            inputs = [torch.randn(4, 3) * (rank + 1) for rank in range(2)]
+            expected = averaged_by_hand(model, inputs)
+            if step % 2 == 0:  # otherwise zeros, or windows of a bucket, stay
+                model.zero_grad()
+            else:
+                model.zero_grad(set_to_none=False)
+            model(inputs[world.rank]).backward()
+            for parameter, right in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, right, msg=relation)
+            stepped.step()
+            if others is not None:
+                others.step()
+        ddp.check_sync(model)
+        for each in kept:
+            each.reducer.remove()
+
+
+@pytest.mark.parametrize("shard", ["none", "node", "world"])
+@pytest.mark.parametrize("first", [False, True], ids=["after", "before"])
+@on("gloo-2")
+def test_backward_and_step_beside_a_reducer_of_a_part(world, shard, first):
+    """No gradient is left behind, so a loop needs no `zero_grad`."""
+    torch.manual_seed(0)
+    model, alone = Pair(tied=False), Pair(tied=False)
+    alone.load_state_dict(model.state_dict())
+    made = {}
+    for part in ("first", "whole") if first else ("whole", "first"):
+        module = model.first if part == "first" else model
+        made[part] = ddp.Reducer(module, gradient_as_bucket_view=True)
+    optimizer = ddp.SGD(model.parameters(), 0.1, reducer=made["whole"], shard=shard)
+    plain = torch.optim.SGD(alone.parameters(), 0.1)
+    for _ in range(4):
+        inputs = [torch.randn(4, 3) * (rank + 1) for rank in range(2)]
+        for parameter, right in zip(
+            alone.parameters(), averaged_by_hand(alone, inputs), strict=True
+        ):
+            parameter.grad = right
+        plain.step()
+        if shard == "none":
+            optimizer.zero_grad()
+        optimizer.backward_and_step(model(inputs[world.rank]))
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+    optimizer.synchronize()
+    ddp.check_sync(model)
+
+
+@on("gloo-2")
+def test_a_replaced_reducer_says_so(world):
+    model = Terms(2)
+    old, new = ddp.Reducer(model), ddp.Reducer(model)
+    uses = [
+        old.no_sync().__enter__,
+        partial(old.weight, 1.0),
+        old.average_gradients,
+        partial(old.register_comm_hook, None, ddp.comm_hooks.average),
+    ]
+    for use in uses:
+        assert "has replaced this one" in text_of(RuntimeError, use)
+    optimizer = ddp.SGD(model.parameters(), 1.0, reducer=old)
+    assert "nothing was averaged" in text_of(
+        RuntimeError, optimizer.backward_and_step, model(own(world))
+    )
+    model.zero_grad()
+    model(own(world)).backward()
+    assert_grads(model, mean(world))
+    assert new.iteration == 2
+
+
+def of_another_group(model):
+    ddp.Reducer(model[0], dist.new_group([0, 1]))
+
+
+def summed(model):
+    ddp.Reducer(model[0], reduce="sum")
+
+
+@pytest.mark.parametrize("make", [of_another_group, summed], ids=lambda make: make.__name__)
+@on("gloo-2")
+def test_reducers_that_disagree_about_a_parameter_are_refused(world, make):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    reducer = ddp.Reducer(model)
+    text = text_of(ValueError, make, model)
+    assert text.startswith("another Reducer has weight, bias, too, and ")
+    assert "ignore=" in text
+    reducer.remove()
+    make(model)
+
+
+@on("gloo-2")
+def test_two_halves_of_one_module_are_no_leftovers(world):
+    model = Terms(2, 3)
+    halves = [ddp.Reducer(model, ignore=[name]) for name in ("p0", "p1")]
+    model(own(world)).backward()
+    assert_grads(model, mean(world))
+    assert [half.iteration for half in halves] == [1, 1]
