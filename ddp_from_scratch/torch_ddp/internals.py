@@ -12,6 +12,7 @@ from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.torch_ddp.forward_sync import ForwardSync
 
 # Arguments --------------------------------------------------------------------------------------
 
@@ -112,6 +113,9 @@ class WrappedReducer(Reducer):
     """A Reducer with the methods that pipelines and Lightning call on torch's."""
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        # Torch's pipelines run all forward passes under no_sync(), and call this for the last.
+        if (forward_sync := self.extension(ForwardSync)) is not None:
+            forward_sync.average_next()
         self.prepare_backward(outputs)
 
     def _rebuild_buckets(self) -> bool:

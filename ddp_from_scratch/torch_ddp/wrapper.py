@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ddp_from_scratch.core.layout import Caps
 from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
+from ddp_from_scratch.torch_ddp.forward_sync import ForwardSync
 from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved
 from ddp_from_scratch.torch_ddp.join import JoinableReducer
 
@@ -30,8 +31,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     Each backward pass outside of `no_sync()` averages, and sends rank 0's buffers at its end.
     Forward passes send nothing, so one rank may evaluate alone.
 
-    Unlike torch's class, it decides in backward and not in forward whether to synchronise. It also
-    averages a second backward pass through one graph, and synchronises calls through `.module`.
+    Forward and backward decide together whether to synchronise: gradients stay local if either runs
+    under `no_sync()`. Unlike torch's class, it also averages a second backward pass through one
+    graph, and synchronises calls through `.module`.
 
     Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
         `find_unused_parameters` and `static_graph` as `Reducer`, and
@@ -167,8 +169,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._build(WrappedReducer)
 
     def _build(self, kind: type[WrappedReducer]) -> None:
+        self._forward_sync = ForwardSync()
         self.reducer = kind(
-            self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
+            self.module,
+            self._group,
+            ignore=self.parameters_to_ignore,
+            extensions=[self._forward_sync],
+            **self._settings,
         )
         # Removes the hooks when the wrapper is freed, so nothing here may reference the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
@@ -184,6 +191,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Calls the module with inputs moved to its device."""
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
+                # Before `notify`, which tells ranks without data whether this step averages.
+                self._forward_sync.begin_forward()
                 # Raises before `notify`, where this rank might wait for others forever.
                 self.reducer.check_forward()
             self._joinable.notify()
@@ -204,14 +213,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """True if buffers are sent."""
-        return self.reducer.buffer_sync.will_send()
+        buffer_sync = self.reducer.buffer_sync
+        return buffer_sync.enabled and bool(buffer_sync.named())
 
     # What torch's class offers ------------------------------------------------------------------
 
     require_backward_grad_sync: Any = property(
-        attrgetter("reducer.sync"),
-        lambda self, value: setattr(self.reducer, "sync", value),
-        doc="True if backward passes average; `no_sync()` sets it to False and back.",
+        attrgetter("_forward_sync.required"),
+        lambda self, value: self._forward_sync.set_required(value),
+        doc="True if forward and backward passes average; `no_sync()` sets it to False and back.",
     )
 
     @property
@@ -236,9 +246,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # Holds no reference to the default group: gloo's threads must end when a program closes it.
         self._group = None if group is dist.group.WORLD else group
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulates gradients locally inside; the next backward outside averages the sum."""
-        return self.reducer.no_sync()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients locally if forward or backward, or both, run inside.
+
+        The next backward pass outside of it, after a forward pass outside, averages the sum.
+        """
+        before = self._forward_sync.required
+        self._forward_sync.set_required(False)
+        try:
+            yield
+        finally:
+            self._forward_sync.set_required(before)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Calls `Reducer.register_comm_hook`; the hook has torch's signature."""
@@ -361,7 +380,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         state = self.__dict__.copy()
         state["_comm_hook"] = None
         # A copy makes its own in `_build`, because they hold the process group and hooks.
-        for name in ("_group", "reducer", "_joinable", "_finalizer"):
+        for name in ("_group", "reducer", "_forward_sync", "_joinable", "_finalizer"):
             del state[name]
         # `__setstate__` registers `_add_prefix` again.
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()

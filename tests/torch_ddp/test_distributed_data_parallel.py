@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Theirs
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import DistributedDataParallel as Ours
 from tests.support.on_ranks import on
@@ -144,3 +146,149 @@ def test_what_is_refused(world):
             call()
     with pytest.warns(FutureWarning, match="check_reduction"):
         Ours(Terms(1), check_reduction=True)
+
+
+class Scaled(nn.Module):
+    """Its gradient is its input, through a checkpoint if there is one."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.p, self.reentrant = nn.Parameter(torch.zeros(1)), reentrant
+
+    def forward(self, x):
+        x = torch.full((1,), x, requires_grad=True)
+        if self.reentrant is None:
+            return self.times(x)
+        return checkpoint(self.times, x, use_reentrant=self.reentrant)
+
+    def times(self, x):
+        return (self.p * x).sum()
+
+
+@on("pair")
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_no_sync_around_forward_alone(world, reduce):
+    """Three parts stay local, and the fourth averages all; with every option."""
+    options = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
+    options += [{"gradient_as_bucket_view": True}, {"shared_memory": False}]
+    for option in options:
+        for reentrant in (None, False, True):
+            model = Ours(Scaled(reentrant), reduce=reduce, **option)
+            for _ in range(2):
+                model.zero_grad()
+                for part in range(4):
+                    with model.no_sync() if part < 3 else nullcontext():
+                        loss = model(own(world) + part)
+                    loss.backward()
+                    local = sum(own(world) + p for p in range(part + 1))
+                    if part < 3:
+                        assert model.module.p.grad.item() == local
+                total = 4 * mean(world) + 6
+                times = world.world_size if reduce == "sum" else 1
+                assert model.module.p.grad.item() == total * times
+
+
+def forward(model, x, no_sync=False):
+    with model.no_sync() if no_sync else nullcontext():
+        return model(x)
+
+
+def both_outside(model, x):
+    forward(model, x).backward()
+
+
+def backward_alone(model, x):
+    loss = forward(model, x)
+    with model.no_sync():
+        loss.backward()
+
+
+def forward_alone(model, x):
+    forward(model, x, no_sync=True).backward()
+
+
+def an_evaluation_between(model, x):
+    loss = forward(model, x, no_sync=True)
+    with torch.no_grad():
+        model(x)
+    loss.backward()
+
+
+def in_parts(model, x):
+    loss = forward(model, x, no_sync=True)
+    (loss * 0.25).backward(retain_graph=True)
+    (loss * 0.75).backward()
+
+
+def two_forwards(model, x):
+    losses = [forward(model, x / 2, no_sync=True) for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+def the_last_forward_outside(model, x):
+    (forward(model, x / 2, no_sync=True) + forward(model, x / 2)).backward()
+
+
+def by_hand(model, x):
+    model.require_backward_grad_sync = False
+    loss = model(x)
+    model.require_backward_grad_sync = True
+    loss.backward()
+
+
+def through_the_module(model, x):
+    forward(model, x / 2, no_sync=True).backward()
+    (model.module(x / 2)).backward()
+
+
+def through_a_method(model, x):
+    with model.no_sync():
+        model(x / 2).backward()
+    model.module.times(torch.full((1,), x / 2)).backward()
+
+
+def as_pipelines(model, x):
+    loss = forward(model, x, no_sync=True)
+    model.reducer.prepare_for_backward([loss])
+    loss.backward()
+
+
+def after_an_exception(model, x):
+    with pytest.raises(KeyError), model.no_sync():
+        raise KeyError
+    model(x).backward()
+
+
+@on("gloo_pair")
+def test_forward_and_backward_decide_together(world):
+    averages = [both_outside, the_last_forward_outside, through_the_module, through_a_method]
+    averages += [as_pipelines, after_an_exception]
+    local = [backward_alone, forward_alone, an_evaluation_between, in_parts, two_forwards, by_hand]
+    for reentrant in (None, False, True):
+        for programs, expected in ((averages, mean(world)), (local, own(world))):
+            for program in programs:
+                model = Ours(Scaled(reentrant))
+                for _ in range(2):  # and again, whatever the first left behind
+                    model.zero_grad()
+                    program(model, own(world))
+                    assert model.module.p.grad.item() == expected, program.__name__
+                model.zero_grad()
+                both_outside(model, own(world))
+                assert model.module.p.grad.item() == mean(world), program.__name__
+
+
+@on("pair")
+def test_forward_alone_under_no_sync_inside_join(world):
+    """Each second step averages what both have brought; a rank without data brings nothing."""
+    model = Ours(Scaled())
+    found = []
+    with model.join():
+        for step in range(2 + 2 * world.rank):
+            loss = forward(model, own(world), no_sync=step % 2 == 0)
+            loss.backward()
+            if step % 2:
+                found.append(model.module.p.grad.item())
+                model.zero_grad()
+    size = world.world_size
+    assert found == [2 * mean(world), 2 * own(world) / size][: 1 + world.rank]
