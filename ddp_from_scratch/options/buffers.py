@@ -112,6 +112,9 @@ class BufferSync(Extension):
     def named(self) -> dict[str, torch.Tensor]:
         return {n: b for n, b in self._module.named_buffers() if n not in self._ignore}
 
+    def snapshot(self) -> "BufferSnapshot":
+        return BufferSnapshot(self._module, self._ignore)
+
     @torch.no_grad()
     def _launch(self, src: int) -> RuntimeError | None:
         """Starts to send rank `src`'s buffers; returns the error of all ranks if they differ."""
@@ -209,6 +212,34 @@ class BufferSync(Extension):
             buffers, values = map(list, zip(*pairs, strict=True))
             with torch.autograd._unsafe_preserve_version_counter(uncounted):  # type: ignore[attr-defined]
                 write(buffers, values)
+
+
+class BufferSnapshot:
+    """The buffers of a module at one moment."""
+
+    def __init__(self, module: torch.nn.Module, ignore: Collection[str]) -> None:
+        # Of each submodule: its table of buffers, what the table held, and names to ignore.
+        self._tables: list[tuple[dict[str, Any], dict[str, Any], set[str]]] = []
+        for owner, part in module.named_modules():
+            names = (name.rpartition(".") for name in ignore)
+            ignored = {name for path, _, name in names if path == owner}
+            self._tables.append((part._buffers, dict(part._buffers), ignored))
+        buffers = {
+            id(buffer): buffer
+            for _, then, ignored in self._tables
+            for name, buffer in then.items()
+            if buffer is not None and name not in ignored
+        }
+        self._buffers = [*buffers.values()]
+        self._values = [buffer.clone() for buffer in self._buffers]
+
+    def restore(self) -> None:
+        """Gives the module these buffers with their values, and removes those made since."""
+        for now, then, ignored in self._tables:
+            own = {name: now[name] for name in ignored & now.keys()}
+            now.clear()
+            now.update(then | own)
+        write(self._buffers, self._values)
 
 
 class _Message:

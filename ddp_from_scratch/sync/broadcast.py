@@ -13,7 +13,7 @@ from ddp_from_scratch.core.layout import assign
 from ddp_from_scratch.sync.check_sync import gather_integers
 
 # Approximate. Small enough that a rank forwards one message while it receives the next.
-_MESSAGE_BYTES = 16 * 2**20
+MESSAGE_BYTES = 16 * 2**20
 
 # What some tensors are, and what to do.
 _LAZY = (
@@ -229,9 +229,9 @@ def send_tensors(
 
 
 def messages(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Groups tensors into messages of one device, of about `_MESSAGE_BYTES`."""
+    """Groups tensors into messages of one device, of about `MESSAGE_BYTES`."""
     sizes = [(t.nbytes, t.device) for t in tensors]
-    for members in assign(sizes, range(len(tensors)), [_MESSAGE_BYTES]):
+    for members in assign(sizes, range(len(tensors)), [MESSAGE_BYTES]):
         if any(tensors[index].numel() for index in members):
             yield [tensors[index] for index in members]
 

@@ -110,7 +110,21 @@ def cast_buffers(
 
 
 class WrappedReducer(Reducer):
-    """A Reducer with the methods that pipelines and Lightning call on torch's."""
+    """A Reducer with the methods that pipelines and Lightning call on torch's.
+
+    Attributes:
+        last_error: the text of the error that `backward()` has raised last; None without one.
+    """
+
+    last_error: str | None = None
+
+    def end_pass(self) -> None:
+        """As the base class."""
+        try:
+            super().end_pass()
+        except RuntimeError as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+            raise
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         # Torch's pipelines run all forward passes under no_sync(), and call this for the last.

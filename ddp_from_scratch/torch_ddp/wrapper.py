@@ -14,14 +14,15 @@ from torch.func import functional_call
 
 from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.core.bucket import CommHook
-from ddp_from_scratch.core.comm_hooks import average
+from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import Caps
 from ddp_from_scratch.options import comm_hooks
-from ddp_from_scratch.sync.broadcast import broadcast_parameters
+from ddp_from_scratch.sync.broadcast import MESSAGE_BYTES, broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
 from ddp_from_scratch.torch_ddp.forward_sync import ForwardSync
 from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved
 from ddp_from_scratch.torch_ddp.join import JoinableReducer
+from ddp_from_scratch.torch_ddp.logger import Logger
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -162,10 +163,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 ignore |= {name for name, _ in module.named_buffers()}
             broadcast_parameters(module, 0, self.process_group, ignore)
         self._comm_hook: tuple[Any, CommHook] | None = None  # as registered; a new Reducer gets it
-        self._builtin_hook: str | None = None  # its name in `dist.BuiltinCommHookType`, for logging
         if mixed_precision is not None:
             internals.cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self.logger: Logger = Logger(self)
         self._build(WrappedReducer)
 
     def _build(self, kind: type[WrappedReducer]) -> None:
@@ -194,7 +195,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 # Before `notify`, which tells ranks without data whether this step averages.
                 self._forward_sync.begin_forward()
                 # Raises before `notify`, where this rank might wait for others forever.
-                self.reducer.check_forward()
+                with self.logger.errors():
+                    self.reducer.check_forward()
             self._joinable.notify()
         if self.device_ids:
             device = torch.device("cuda", self.device_ids[0])
@@ -223,6 +225,24 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         lambda self, value: self._forward_sync.set_required(value),
         doc="True if forward and backward passes average; `no_sync()` sets it to False and back.",
     )
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Always True: buffers come with each average, also after forward under `no_sync()`."""
+        return True
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        if not value:
+            raise ValueError(
+                "require_forward_param_sync=False is not supported, because buffers come with each "
+                "average: forward_sync_buffers=False, on every rank, sends none"
+            )
+
+    @property
+    def broadcast_bucket_size(self) -> int:
+        """The bytes of a message in which construction sends parameters and buffers."""
+        return MESSAGE_BYTES
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -261,7 +281,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Calls `Reducer.register_comm_hook`; the hook has torch's signature."""
-        self.reducer.register_comm_hook(state, hook)
+        with self.logger.errors():
+            self.reducer.register_comm_hook(state, hook)
         self._comm_hook = state, hook
 
     def join(
@@ -300,17 +321,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # Private in torch, but used by programs ------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        stats = self.reducer.stats()
-        data: dict[str, Any] = {
-            "bucket_cap_bytes": stats.bucket_cap_bytes,
-            "has_rebuilt_buckets": int(stats.rebuilt),
-            "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in self.module.modules()),
-            "join_uneven_inputs": self._joinable.last_rank is not None,
-        }
-        if self.reducer.sender.hook is not average:
-            # torch's name of a built-in hook differs from the name of its function here.
-            data["comm_hook"] = self._builtin_hook or stats.comm_hook
-        return data
+        data = self.logger._get_ddp_logging_data()
+        return {**data.strs_map, **data.ints_map}
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Returns None: dynamo need not split graphs where torch's buckets would end."""
 
     # True if the buckets have their final layout.
     _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
@@ -319,7 +335,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         allreduce, fp16 = comm_hooks.allreduce_hook, comm_hooks.fp16_compress_hook
         hooks = {"ALLREDUCE": allreduce, "FP16_COMPRESS": fp16}
         self.register_comm_hook(self._group, hooks[comm_hook_type.name])
-        self._builtin_hook = str(comm_hook_type)
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove()
@@ -330,6 +346,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise ValueError("outputs are never cloned here")
 
     def _set_static_graph(self) -> None:
+        """Declares the graph static. Every rank must call it, before the first forward pass."""
+        if self.static_graph:
+            return
+        if self._forward_sync.has_begun or self.reducer.iteration:
+            with self.logger.errors():
+                raise RuntimeError(
+                    "_set_static_graph() should be called before training loop starts, and a "
+                    "forward pass has run: pass static_graph=True to the constructor"
+                )
         self._settings["static_graph"] = self.static_graph = True
         self.reducer.set_static_graph()
 
@@ -341,7 +366,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """
         if dist.get_rank(new_process_group) < 0:
             return
-        self.reducer.check_complete()
+        if current_pass() != -1:
+            raise RuntimeError("_update_process_group() was called during backward: call it after")
+        try:
+            self.reducer.check_complete()
+        except RuntimeError:  # the last backward pass has failed, perhaps because a rank was lost
+            self.reducer.abort_step()
         old, self.process_group = self._group, new_process_group
         if self.reducer.bucket_cap_mb is not None:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
@@ -380,7 +410,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         state = self.__dict__.copy()
         state["_comm_hook"] = None
         # A copy makes its own in `_build`, because they hold the process group and hooks.
-        for name in ("_group", "reducer", "_forward_sync", "_joinable", "_finalizer"):
+        for name in ("_group", "reducer", "_forward_sync", "logger", "_joinable", "_finalizer"):
             del state[name]
         # `__setstate__` registers `_add_prefix` again.
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
@@ -390,6 +420,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         torch.nn.Module.__setstate__(self, state)
         self.process_group = check_group(None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self.logger = Logger(self)
         self._build(internals.CopiedReducer)
 
 

@@ -1,7 +1,12 @@
 """What the wrapper adds to the Reducer, as torch's class has it."""
 
 import copy
+import io
 import pickle
+import pickletools
+import subprocess
+import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,9 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Theirs
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import DistributedDataParallel as Ours
+from ddp_from_scratch import Reducer
+from ddp_from_scratch.sync.broadcast import MESSAGE_BYTES
+from ddp_from_scratch.torch_ddp.logger import Logger
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, mean, own, recorded
 
@@ -73,7 +82,9 @@ def test_mixed_precision(world):
                 out.float().sum().backward()
         assert model.module.seen == [bf16, bf16, bf16, fp16] * 2
         # In shared memory nothing is sent, and nothing is compressed.
-        sent = [call.args[0].element_size() for call in called.mock_calls if call.args]
+        tensors = [call.args[0] for call in called.mock_calls if call.args]
+        # Without the message of the buffers, which are bytes.
+        sent = [t.element_size() for t in tensors if t.dtype != torch.uint8]
         assert world.backend == "mpi" or sent == [size] * 2
         weight = model.module.fc.weight
         assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
@@ -165,8 +176,8 @@ class Scaled(nn.Module):
         return (self.p * x).sum()
 
 
-@on("pair")
 @pytest.mark.parametrize("reduce", ["mean", "sum"])
+@on("pair")
 def test_no_sync_around_forward_alone(world, reduce):
     """Three parts stay local, and the fourth averages all; with every option."""
     options = [{}, {"static_graph": True}, {"find_unused_parameters": True}]
@@ -292,3 +303,164 @@ def test_forward_alone_under_no_sync_inside_join(world):
                 model.zero_grad()
     size = world.world_size
     assert found == [2 * mean(world), 2 * own(world) / size][: 1 + world.rank]
+
+
+@on("gloo-2")
+def test_what_programs_read_and_set(world):
+    model = Ours(Terms(1, 2), bucket_cap_mb=0)
+    assert isinstance(model.logger, Logger)
+    assert Ours._get_active_ddp_module() is None
+    assert model.broadcast_bucket_size == MESSAGE_BYTES
+    with pytest.raises(AttributeError):
+        model.broadcast_bucket_size = 1
+    assert model.require_forward_param_sync
+    model.require_forward_param_sync = True
+    with pytest.raises(ValueError, match="require_forward_param_sync=False is not.*buffers=False"):
+        model.require_forward_param_sync = False
+
+
+@on("gloo-2")
+def test_logging_data(world):
+    """The names and values that torch's class gives, without times."""
+    told = []
+    for kind in (Ours, Theirs):
+        model = kind(Terms(3, 2), bucket_cap_mb=1)
+        for _ in range(3):
+            model(own(world)).backward()
+        told.append(model._get_ddp_logging_data())
+    ours, theirs = told
+    assert ours.pop("iteration") == 3
+    assert {name: theirs[name] for name in ours} == ours
+    assert ours["rebuilt_per_bucket_param_indices"] == "1 0"
+    model = Ours(Terms(1, 2))
+    assert "has_error" not in model._get_ddp_logging_data()
+    for failing in (lambda: model.register_comm_hook(None, 3), lambda: twice(model, world)):
+        with pytest.raises((TypeError, RuntimeError)) as error:
+            failing()
+        data = model._get_ddp_logging_data()
+        assert (data["has_error"], str(error.value) in data["error"]) == (1, True)
+
+
+def twice(model, world):
+    """Forgets a parameter, which the next forward pass notices."""
+    model(own(world), (0,)).backward()
+    model(own(world))
+
+
+@on("gloo-2")
+def test_a_static_graph_is_declared_before_training(world):
+    model = Ours(Terms(1, 2))
+    with torch.no_grad():
+        model(1.0)
+    model._set_static_graph()
+    model(own(world)).backward()
+    model._set_static_graph()  # it is
+    model = Ours(Terms(1, 2))
+    model(own(world))
+    with pytest.raises(RuntimeError, match="should be called before training loop starts"):
+        model._set_static_graph()
+    assert "before training" in model._get_ddp_logging_data()["error"]
+
+
+@on("gloo-2")
+def test_another_process_group_after_a_failed_pass(world):
+    def stop(gradient):
+        raise KeyError
+
+    for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        model = Ours(Terms(1, 2), bucket_cap_mb=0, **options)
+        with pytest.raises(KeyError):
+            loss = model(own(world))
+            handle = model.module.p0.register_hook(stop)
+            loss.backward()
+        handle.remove()
+        model.zero_grad()
+        model._update_process_group(dist.new_group())
+        model(own(world)).backward()
+        assert_grads(model.module, mean(world))
+
+
+def elsewhere(module):
+    """Loads a pickled module where this package is not installed."""
+    code = """if True:
+        import io, sys, torch
+        sys.modules["ddp_from_scratch"] = None
+        print(torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)(torch.ones(1, 2)))
+    """
+    saved = io.BytesIO()
+    torch.save(module, saved)
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, input=saved.getvalue(), capture_output=True, check=True).stdout
+
+
+@on("gloo-2")
+def test_the_module_leaves_without_hooks(world):
+    """As with torch's class: a script, a pickle and a copy know nothing of the Reducer."""
+    for hooked in (False, True):
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        if hooked:
+            handle = net.register_forward_hook(passes)
+        model = Ours(net)
+        model(torch.ones(1, 2)).sum().backward()
+        saved = io.BytesIO()
+        torch.save(copy.deepcopy(net), saved)
+        names = pickletools_names(pickle.dumps(net)) + pickletools_names(pickle.dumps(model.module))
+        assert not any(name.startswith("ddp_from_scratch") for name in names)
+        other = copy.deepcopy(net)
+        assert torch.equal(other(torch.ones(1, 2)), net(torch.ones(1, 2)))
+        if hooked:
+            handle.remove()
+            assert passes not in net._forward_hooks.values()
+        else:
+            for module in (net, other):
+                with pytest.warns(FutureWarning, match="deprecated"):
+                    torch.jit.script(module)
+                assert type(copy.deepcopy(module)._forward_hooks) is OrderedDict
+        # The hooks are there, but for calls: a changed module is noticed.
+        net[0].bias.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"parameter 0.bias became"):
+            net(torch.ones(1, 2))
+        assert other(torch.ones(1, 2)).requires_grad
+
+
+def passes(module, inputs, output):
+    return None
+
+
+def pickletools_names(pickled):
+    return [str(argument) for _, argument, _ in pickletools.genops(pickled) if argument]
+
+
+@on("gloo-2")
+def test_a_scripted_module_and_an_average_of_weights(world):
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with pytest.warns(FutureWarning, match="deprecated"):
+        scripted = torch.jit.script(net)
+    for module in (scripted, net):
+        model = Ours(module)
+        AveragedModel(model.module).update_parameters(model.module)
+        if module is net:
+            AveragedModel(model).update_parameters(model)
+        x = torch.full((1, 2), float(world.rank))
+        model(x).sum().backward()
+        everyone = [None] * world.world_size
+        dist.all_gather_object(everyone, module[0].weight.grad.tolist())
+        assert everyone[0] == everyone[1]
+        module[0].bias.requires_grad_(False)
+        with pytest.raises(RuntimeError, match=r"parameter 0.bias became"):
+            model(x)
+        module[0].bias.requires_grad_(True)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_saved_module_loads_where_this_package_is_not_installed():
+    for hooked in (False, True):
+        net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        if hooked:  # the module's table of hooks then stays
+            handle = net.register_forward_pre_hook(nullcontext().__exit__)  # does nothing
+        reducer = Reducer(net)
+        assert elsewhere(net).startswith(b"tensor(")
+        reducer.remove()
+        assert elsewhere(net).startswith(b"tensor(")
+        if hooked:
+            handle.remove()
