@@ -290,9 +290,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
+        *,
+        grad_scaler: torch.amp.GradScaler | Sequence[torch.amp.GradScaler] | None = None,
     ) -> AbstractContextManager[Any]:
         """Opens a context like `ddp.join`."""
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        options = {
+            "divide_by_initial_world_size": divide_by_initial_world_size,
+            "grad_scaler": grad_scaler,
+        }
         return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

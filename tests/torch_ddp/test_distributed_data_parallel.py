@@ -9,6 +9,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +24,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from ddp_from_scratch import DistributedDataParallel as Ours
-from ddp_from_scratch import Reducer
+from ddp_from_scratch import Reducer, broadcast_parameters, join
 from ddp_from_scratch.sync.broadcast import MESSAGE_BYTES
 from ddp_from_scratch.torch_ddp.logger import Logger
 from tests.support.on_ranks import on
@@ -464,3 +466,35 @@ def test_a_saved_module_loads_where_this_package_is_not_installed():
         assert elsewhere(net).startswith(b"tensor(")
         if hooked:
             handle.remove()
+
+
+@on("gloo_pair")
+def test_a_scale_is_the_same_on_all_ranks_after_join(world):
+    """The rank that ends first misses an update, in which the scale of the other grows."""
+    for wrapped, given in product((True, False), (True, False, "two")):
+        net = nn.Linear(3, 1)
+        broadcast_parameters(net)
+        called = Ours(net) if wrapped else net
+        open_context = called.join if wrapped else partial(join, Reducer(net))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        settings = {"init_scale": 16.0, "growth_interval": 3}
+        scaler, other = (torch.amp.GradScaler("cpu", **settings) for _ in range(2))
+        known = {True: scaler, False: None, "two": [other, scaler]}[given]
+        text = r"missed updates of a GradScaler.*grad_scaler=scaler"
+        raises = nullcontext() if known else pytest.raises(RuntimeError, match=text)
+        for _ in range(3):
+            with raises, open_context(grad_scaler=known):
+                for step in range(2 + world.rank):
+                    optimizer.zero_grad()
+                    loss = called(torch.full((2, 3), world.rank + step + 1.0)).sum()
+                    scaler.scale(loss).backward()
+                    if step < 2:
+                        assert net.bias.grad.item() / scaler.get_scale() == 2 or not known
+                    scaler.step(optimizer)
+                    scaler.update()
+            if not known:
+                break
+        else:
+            assert scaler.get_scale() == 16.0 * 2**3
+        with open_context():  # ends on all ranks at once, so nothing is compared
+            called(torch.ones(1, 3)).sum().backward()
