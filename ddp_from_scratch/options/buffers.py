@@ -251,7 +251,7 @@ class _Message:
         self.has_flag, self.device = has_flag, device
         self._members = members  # indices into the buffers
         self._packing = Packing([buffers[i] for i in members], _HEADER if has_flag else 0)
-        self.nbytes = self._packing.nbytes
+        self.nbytes: int = self._packing.nbytes
 
     def pack(self, buffers: list[torch.Tensor]) -> torch.Tensor:
         return self._packing.pack([buffers[i] for i in self._members], self.device)

@@ -247,7 +247,7 @@ class Packing:
     def __init__(self, tensors: Sequence[torch.Tensor], header: int = 0) -> None:
         order = sorted(range(len(tensors)), key=lambda index: _by_size(tensors[index]))
         self._parts: list[tuple[list[int], torch.dtype, slice, list[torch.Size]]] = []
-        self.nbytes = header  # of the message
+        self.nbytes: int = header  # of the message
         for dtype, found in groupby(order, key=lambda index: tensors[index].dtype):
             members = [*found]
             begin, self.nbytes = self.nbytes, self.nbytes + sum(tensors[i].nbytes for i in members)
