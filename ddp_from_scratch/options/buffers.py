@@ -1,6 +1,7 @@
 """Synchronises buffers at the end of backward, which every rank is known to reach."""
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -164,12 +165,8 @@ class BufferSync(Extension):
             self._layout = None
             return True
         if self._receivers:
-            pairs = [
-                pair
-                for message, wire, _ in sent
-                for pair in message.unpack(wire, self._receivers)
-            ]
-            self._write(pairs)
+            unpacked = (message.unpack(wire, self._receivers) for message, wire, _ in sent)
+            self._write([*chain.from_iterable(unpacked)])
         self._receivers = []
         return False
 
@@ -203,9 +200,7 @@ class BufferSync(Extension):
             norms = [m for m in self._module.modules() if isinstance(m, _NormBase)]
             statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
             # As in batch norm's kernel, running statistics are not counted: no backward reads them.
-            uncounted = tuple(
-                b for b, _ in pairs if id(b) in statistics and not b.is_inference()
-            )
+            uncounted = tuple(b for b, _ in pairs if id(b) in statistics and not b.is_inference())
             # Others, such as position tables, are written only if their values change.
             pairs = [(b, v) for b, v in pairs if id(b) in statistics or not torch.equal(b, v)]
         if pairs:

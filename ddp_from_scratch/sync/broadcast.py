@@ -26,8 +26,8 @@ _UNSENDABLE = (_LAZY, _EXPANDED, _META, _NOT_DENSE)
 
 # Where a program may have changed buffers after it has made the Reducer.
 _SAME_BUFFERS = (
-    "give every rank buffers of the same names, shapes and dtypes; one that is a rank's own is left "
-    "out with ignore=[name]"
+    "give every rank buffers of the same names, shapes and dtypes; one that is a rank's own is "
+    "left out with ignore=[name]"
 )
 
 
@@ -120,9 +120,7 @@ def _difference(
     )
 
 
-def buffer_difference(
-    lines: Sequence[str], process_group: dist.ProcessGroup | None
-) -> str | None:
+def buffer_difference(lines: Sequence[str], process_group: dist.ProcessGroup | None) -> str | None:
     """Compares `describe_buffers` of all ranks; returns an error's text, or None. Collective."""
     difference = _difference(lines, process_group, "buffers")
     return difference and f"the ranks' buffers differ: {difference}: {_SAME_BUFFERS}"

@@ -57,10 +57,10 @@ class ForwardSync(Extension):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         mark = object()
-        nodes = {tensor.grad_fn for tensor in find_tensors(outputs)} - {None}
+        nodes = {t.grad_fn for t in find_tensors(outputs) if t.grad_fn is not None}
         for node in nodes:
             # Weak, so that a graph does not keep this object alive.
-            node.register_prehook(partial(_enter, weakref.ref(self), mark))  # type: ignore[union-attr]
+            node.register_prehook(partial(_enter, weakref.ref(self), mark))
         if nodes:
             self._local.add(mark)
 
