@@ -158,7 +158,7 @@ class Reducer(CoreReducer):
         self._virtual_ranks: VirtualRanks | None = None
         self.tree_reduction: TreeReduction | None = None  # of virtual ranks
         if virtual_ranks is not None:
-            self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.named, fuse_wgrad)
+            self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.snapshot, fuse_wgrad)
             self.tree_reduction = self._virtual_ranks.reduction
 
         def options() -> Iterator[Extension]:

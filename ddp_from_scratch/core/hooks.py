@@ -1,7 +1,9 @@
 """The hooks on parameters, modules, optimizers and backward passes that call a Reducer."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import chain
 from typing import Any
@@ -130,19 +132,51 @@ def _remove_all(handles: Iterable[Handle]) -> None:
 
 
 class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass. A copy of the module calls none."""
+    """Calls a Reducer's extensions around a forward pass. A copy of the module has no such hook."""
 
-    def __init__(self, reducer: Any = None, phase: str = "") -> None:
+    def __init__(self, reducer: Any, phase: str) -> None:
         self._reducer, self._phase = reducer, phase
 
     def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
         # Traced, this would break a compiled model's graph. The check before a step still runs.
-        if self._reducer is not None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
             for call in self._reducer.calls[self._phase]:
                 call(*outputs)
 
-    def __reduce__(self) -> "tuple[type[ModuleHook], tuple[()]]":
-        return ModuleHook, ()  # this Reducer does not average the gradients of a copy
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Only where `_HookTable` is not the table: a function that does nothing, which can be
+        # loaded where this package is not installed.
+        return getattr, (nullcontext(), "__exit__")
+
+
+class _HookTable(OrderedDict[int, Any]):
+    """A module's table of hooks, whose `ModuleHook`s only calls of the module find.
+
+    A module with hooks cannot be scripted, and a pickled one names their classes. So neither
+    TorchScript, which looks at `values()`, nor copies and pickles see them. torch's class has no
+    such hooks, since its own `forward` does their work.
+    """
+
+    def values(self) -> Any:
+        return [hook for hook in super().values() if not isinstance(hook, ModuleHook)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = [(key, hook) for key, hook in self.items() if not isinstance(hook, ModuleHook)]
+        return OrderedDict, (), None, None, iter(kept)
+
+
+def hook_module(module: torch.nn.Module, reducer: Any) -> list[Handle]:
+    """Calls a Reducer's extensions around each forward pass of its module, from now on."""
+    for name in ("_forward_pre_hooks", "_forward_hooks"):
+        # A table with hooks stays: their handles refer to it.
+        if not getattr(module, name):
+            setattr(module, name, _HookTable())
+    # As functions of the base class: a ScriptModule, which calls hooks, refuses the methods.
+    kind, before, after = torch.nn.Module, "on_forward", "on_forwarded"
+    return [
+        kind.register_forward_pre_hook(module, ModuleHook(reducer, before)),
+        kind.register_forward_hook(module, ModuleHook(reducer, after)),
+    ]
 
 
 class EndOfPass:

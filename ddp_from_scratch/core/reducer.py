@@ -18,7 +18,7 @@ from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Extensible, Extension
-from ddp_from_scratch.core.hooks import EndOfPass, Hooks, ModuleHook, current_pass
+from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
 from ddp_from_scratch.core.layout import Layout
 
 IDLE = -1
@@ -102,9 +102,7 @@ class CoreReducer(Extensible):
             self.add_extension(extension)
         self.hooks = Hooks(self)
         # These hooks keep the Reducer alive as long as its module.
-        before, after = ModuleHook(self, "on_forward"), ModuleHook(self, "on_forwarded")
-        self.hooks.handles.append(module.register_forward_pre_hook(before))
-        self.hooks.handles.append(module.register_forward_hook(after))
+        self.hooks.handles += hook_module(module, self)
         self.layout_changed()
 
     # Layout -------------------------------------------------------------------------------------

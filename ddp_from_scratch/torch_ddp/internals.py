@@ -12,6 +12,7 @@ from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.torch_ddp.forward_sync import ForwardSync
 
 # Arguments --------------------------------------------------------------------------------------
 
@@ -109,9 +110,26 @@ def cast_buffers(
 
 
 class WrappedReducer(Reducer):
-    """A Reducer with the methods that pipelines and Lightning call on torch's."""
+    """A Reducer with the methods that pipelines and Lightning call on torch's.
+
+    Attributes:
+        last_error: the text of the error that `backward()` has raised last; None without one.
+    """
+
+    last_error: str | None = None
+
+    def end_pass(self) -> None:
+        """As the base class."""
+        try:
+            super().end_pass()
+        except RuntimeError as error:
+            self.last_error = f"{type(error).__name__}: {error}"
+            raise
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        # Torch's pipelines run all forward passes under no_sync(), and call this for the last.
+        if (forward_sync := self.extension(ForwardSync)) is not None:
+            forward_sync.average_next()
         self.prepare_backward(outputs)
 
     def _rebuild_buckets(self) -> bool:

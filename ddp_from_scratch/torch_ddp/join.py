@@ -4,7 +4,8 @@ With torch's protocol one context may also join other objects that communicate i
 as ZeroRedundancyOptimizer.
 """
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ddp_from_scratch.common.group import cpu_group
+from ddp_from_scratch.common.group import cpu_group, gather_objects, on_gpu_of
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.options.unused import Unused
@@ -39,6 +40,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         super().__init__()
         self.reducer = reducer
         self.by_initial_world_size: bool = True
+        self._scalers: Sequence[torch.amp.GradScaler] = ()
         self.last_rank: int | None = None  # all ranks got its parameters when a context ended
         self._outside = self._join_config  # disabled, and again after a context
         self._averaged = True  # the last step averaged, so buffers are due before the next one
@@ -46,6 +48,8 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Returns the hook for a rank without data; called by torch's `Join`."""
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        scalers = kwargs.get("grad_scaler") or ()
+        self._scalers = (scalers,) if isinstance(scalers, torch.amp.GradScaler) else [*scalers]
         if self.reducer.sender.sums and not self.by_initial_world_size:
             raise ValueError(
                 "divide_by_initial_world_size=False divides by the number of ranks with data, and "
@@ -102,6 +106,34 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         # agree on ranks and weights, and overrule `Reducer.weight`.
         self._join_config = self._outside
         reducer.set_joining(False)
+        self._agree_on_scales(is_last_joiner)
+
+    def _agree_on_scales(self, is_last_joiner: bool) -> None:
+        """Gives all ranks the scales of the rank that ended last. Collective.
+
+        A rank without data missed updates of its GradScaler. Raises a RuntimeError on all ranks if
+        that leaves the scales of any GradScaler different, in which case gradients would, too.
+        """
+        reducer, group = self.reducer, self.reducer.process_group
+        with on_gpu_of(reducer.module):
+            ended = gather_objects((is_last_joiner, len(self._scalers)), group)
+            if all(last for last, _ in ended):
+                return
+            counts = [count for _, count in ended]
+            if len(set(counts)) > 1:
+                raise RuntimeError(f"ranks gave join() different numbers of grad_scaler: {counts}")
+            states = gather_objects([scaler.state_dict() for scaler in self._scalers], group)
+            for scaler, state in zip(self._scalers, states[self.last_rank or 0], strict=True):
+                scaler.load_state_dict(state)
+            everyone = gather_objects(_scales(), group)
+        differs = next((rank for rank, own in enumerate(everyone) if own != everyone[0]), None)
+        if differs is not None:
+            scales = [[scale for scale, _ in everyone[rank]] for rank in (0, differs)]
+            raise RuntimeError(
+                f"ranks without data missed updates of a GradScaler inside join(), so scales or "
+                f"the steps until they grow differ: scale {scales[0]} on rank 0, {scales[1]} on "
+                f"rank {differs}. Pass it on every rank: join(..., grad_scaler=scaler)"
+            )
 
     def _begin_step(self, has_data: bool) -> GradientWeight:
         """Agrees on the ranks that average in this step, and sends buffers. Collective."""
@@ -131,6 +163,14 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         return int(highest.item())
 
 
+def _scales() -> list[tuple[float, int]]:
+    """Returns the scale and the growth tracker of each GradScaler that is enabled, in order."""
+    # Programs do not tell which scaler is theirs. Only ranks that end apart pay for this search.
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)]
+    states = [scaler.state_dict() for scaler in found if scaler.is_enabled()]
+    return sorted((state["scale"], state["_growth_tracker"]) for state in states)
+
+
 @contextmanager
 def join(
     reducer: Reducer,
@@ -138,6 +178,7 @@ def join(
     divide_by_initial_world_size: bool = True,
     enable: bool = True,
     throw_on_early_termination: bool = False,
+    grad_scaler: torch.amp.GradScaler | Sequence[torch.amp.GradScaler] | None = None,
 ) -> Iterator[None]:
     """Allows ranks to have different numbers of batches.
 
@@ -152,16 +193,22 @@ def join(
             raises a ValueError with `reduce="sum"`.
         enable: False if all ranks are known to have the same number of batches.
         throw_on_early_termination: True raises on every rank as soon as one has no data left.
+        grad_scaler: the GradScaler of the loss, or several. At the end all ranks get the scale of
+            one of the last, since ranks without data do not update theirs.
 
     Raises:
         RuntimeError: a rank has no data left, and `throw_on_early_termination` is set or the module
-            has synchronised batch norm; or the Reducer has `skip_unused`.
+            has synchronised batch norm; or the Reducer has `skip_unused`; or at the end a
+            GradScaler that is not in `grad_scaler` differs between ranks; or their buffers differ.
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """
     joinable = JoinableReducer(reducer)
     reducer.add_extension(joinable)
-    options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+    options = {
+        "divide_by_initial_world_size": divide_by_initial_world_size,
+        "grad_scaler": grad_scaler,
+    }
     context = Join([joinable], enable, throw_on_early_termination, **options)
     reducer.set_joining(enable)
     try:

@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -14,13 +14,15 @@ from torch.func import functional_call
 
 from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.core.bucket import CommHook
-from ddp_from_scratch.core.comm_hooks import average
+from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import Caps
 from ddp_from_scratch.options import comm_hooks
-from ddp_from_scratch.sync.broadcast import broadcast_parameters
+from ddp_from_scratch.sync.broadcast import MESSAGE_BYTES, broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
+from ddp_from_scratch.torch_ddp.forward_sync import ForwardSync
 from ddp_from_scratch.torch_ddp.internals import WrappedReducer, moved
 from ddp_from_scratch.torch_ddp.join import JoinableReducer
+from ddp_from_scratch.torch_ddp.logger import Logger
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -30,8 +32,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     Each backward pass outside of `no_sync()` averages, and sends rank 0's buffers at its end.
     Forward passes send nothing, so one rank may evaluate alone.
 
-    Unlike torch's class, it decides in backward and not in forward whether to synchronise. It also
-    averages a second backward pass through one graph, and synchronises calls through `.module`.
+    Forward and backward decide together whether to synchronise: gradients stay local if either runs
+    under `no_sync()`. Unlike torch's class, it also averages a second backward pass through one
+    graph, and synchronises calls through `.module`.
 
     Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
         `find_unused_parameters` and `static_graph` as `Reducer`, and
@@ -160,15 +163,20 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 ignore |= {name for name, _ in module.named_buffers()}
             broadcast_parameters(module, 0, self.process_group, ignore)
         self._comm_hook: tuple[Any, CommHook] | None = None  # as registered; a new Reducer gets it
-        self._builtin_hook: str | None = None  # its name in `dist.BuiltinCommHookType`, for logging
         if mixed_precision is not None:
             internals.cast_buffers(module, mixed_precision.buffer_dtype, self.parameters_to_ignore)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self.logger: Logger = Logger(self)
         self._build(WrappedReducer)
 
     def _build(self, kind: type[WrappedReducer]) -> None:
+        self._forward_sync = ForwardSync()
         self.reducer = kind(
-            self.module, self._group, ignore=self.parameters_to_ignore, **self._settings
+            self.module,
+            self._group,
+            ignore=self.parameters_to_ignore,
+            extensions=[self._forward_sync],
+            **self._settings,
         )
         # Removes the hooks when the wrapper is freed, so nothing here may reference the wrapper.
         self._finalizer = weakref.finalize(self, self.reducer.remove)
@@ -184,8 +192,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Calls the module with inputs moved to its device."""
         if torch.is_grad_enabled():
             if not torch.compiler.is_compiling():
+                # Before `notify`, which tells ranks without data whether this step averages.
+                self._forward_sync.begin_forward()
                 # Raises before `notify`, where this rank might wait for others forever.
-                self.reducer.check_forward()
+                with self.logger.errors():
+                    self.reducer.check_forward()
             self._joinable.notify()
         if self.device_ids:
             device = torch.device("cuda", self.device_ids[0])
@@ -204,15 +215,34 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """True if buffers are sent."""
-        return self.reducer.buffer_sync.will_send()
+        buffer_sync = self.reducer.buffer_sync
+        return buffer_sync.enabled and bool(buffer_sync.named())
 
     # What torch's class offers ------------------------------------------------------------------
 
     require_backward_grad_sync: Any = property(
-        attrgetter("reducer.sync"),
-        lambda self, value: setattr(self.reducer, "sync", value),
-        doc="True if backward passes average; `no_sync()` sets it to False and back.",
+        attrgetter("_forward_sync.required"),
+        lambda self, value: self._forward_sync.set_required(value),
+        doc="True if forward and backward passes average; `no_sync()` sets it to False and back.",
     )
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Always True: buffers come with each average, also after forward under `no_sync()`."""
+        return True
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        if not value:
+            raise ValueError(
+                "require_forward_param_sync=False is not supported, because buffers come with each "
+                "average: forward_sync_buffers=False, on every rank, sends none"
+            )
+
+    @property
+    def broadcast_bucket_size(self) -> int:
+        """The bytes of a message in which construction sends parameters and buffers."""
+        return MESSAGE_BYTES
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -236,13 +266,23 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # Holds no reference to the default group: gloo's threads must end when a program closes it.
         self._group = None if group is dist.group.WORLD else group
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulates gradients locally inside; the next backward outside averages the sum."""
-        return self.reducer.no_sync()
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients locally if forward or backward, or both, run inside.
+
+        The next backward pass outside of it, after a forward pass outside, averages the sum.
+        """
+        before = self._forward_sync.required
+        self._forward_sync.set_required(False)
+        try:
+            yield
+        finally:
+            self._forward_sync.set_required(before)
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Calls `Reducer.register_comm_hook`; the hook has torch's signature."""
-        self.reducer.register_comm_hook(state, hook)
+        with self.logger.errors():
+            self.reducer.register_comm_hook(state, hook)
         self._comm_hook = state, hook
 
     def join(
@@ -250,9 +290,14 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
+        *,
+        grad_scaler: torch.amp.GradScaler | Sequence[torch.amp.GradScaler] | None = None,
     ) -> AbstractContextManager[Any]:
         """Opens a context like `ddp.join`."""
-        options = {"divide_by_initial_world_size": divide_by_initial_world_size}
+        options = {
+            "divide_by_initial_world_size": divide_by_initial_world_size,
+            "grad_scaler": grad_scaler,
+        }
         return Join([self], enable, throw_on_early_termination, **options)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -281,17 +326,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # Private in torch, but used by programs ------------------------------------------------------
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        stats = self.reducer.stats()
-        data: dict[str, Any] = {
-            "bucket_cap_bytes": stats.bucket_cap_bytes,
-            "has_rebuilt_buckets": int(stats.rebuilt),
-            "has_sync_bn": any("SyncBatchNorm" in type(m).__name__ for m in self.module.modules()),
-            "join_uneven_inputs": self._joinable.last_rank is not None,
-        }
-        if self.reducer.sender.hook is not average:
-            # torch's name of a built-in hook differs from the name of its function here.
-            data["comm_hook"] = self._builtin_hook or stats.comm_hook
-        return data
+        data = self.logger._get_ddp_logging_data()
+        return {**data.strs_map, **data.ints_map}
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> None:
+        """Returns None: dynamo need not split graphs where torch's buckets would end."""
 
     # True if the buckets have their final layout.
     _has_rebuilt_buckets: Any = property(lambda self: self.reducer.ready_order is not None)
@@ -300,7 +340,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         allreduce, fp16 = comm_hooks.allreduce_hook, comm_hooks.fp16_compress_hook
         hooks = {"ALLREDUCE": allreduce, "FP16_COMPRESS": fp16}
         self.register_comm_hook(self._group, hooks[comm_hook_type.name])
-        self._builtin_hook = str(comm_hook_type)
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove()
@@ -311,6 +351,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise ValueError("outputs are never cloned here")
 
     def _set_static_graph(self) -> None:
+        """Declares the graph static. Every rank must call it, before the first forward pass."""
+        if self.static_graph:
+            return
+        if self._forward_sync.has_begun or self.reducer.iteration:
+            with self.logger.errors():
+                raise RuntimeError(
+                    "_set_static_graph() should be called before training loop starts, and a "
+                    "forward pass has run: pass static_graph=True to the constructor"
+                )
         self._settings["static_graph"] = self.static_graph = True
         self.reducer.set_static_graph()
 
@@ -322,7 +371,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """
         if dist.get_rank(new_process_group) < 0:
             return
-        self.reducer.check_complete()
+        if current_pass() != -1:
+            raise RuntimeError("_update_process_group() was called during backward: call it after")
+        try:
+            self.reducer.check_complete()
+        except RuntimeError:  # the last backward pass has failed, perhaps because a rank was lost
+            self.reducer.abort_step()
         old, self.process_group = self._group, new_process_group
         if self.reducer.bucket_cap_mb is not None:
             self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
@@ -361,7 +415,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         state = self.__dict__.copy()
         state["_comm_hook"] = None
         # A copy makes its own in `_build`, because they hold the process group and hooks.
-        for name in ("_group", "reducer", "_joinable", "_finalizer"):
+        for name in ("_group", "reducer", "_forward_sync", "logger", "_joinable", "_finalizer"):
             del state[name]
         # `__setstate__` registers `_add_prefix` again.
         state["_load_state_dict_pre_hooks"] = type(self._load_state_dict_pre_hooks)()
@@ -371,6 +425,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         torch.nn.Module.__setstate__(self, state)
         self.process_group = check_group(None)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
+        self.logger = Logger(self)
         self._build(internals.CopiedReducer)
 
 

@@ -1,13 +1,13 @@
 """Runs a rank's virtual ranks one after another, in descending order.
 
-- Each starts with the buffers from the beginning of the step, with `.grad` None, and with
-  generators seeded by the step and the virtual rank.
+- Each starts with the buffers from the beginning of the step (without those that forward has made
+  since), with `.grad` None, and with generators seeded by the step and the virtual rank.
 - After each but the last, its gradients go to the partial sums (`tree_reduction.py`).
 - In the last, backward packs and launches as usual, and the comm hook adds the partial sums.
 - If a rank is lost in the step, the others keep their partial sums, and only the rest runs again.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.options.buffers import BufferSnapshot
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.virtual_ranks.tree_reduction import (
     PartialSums,
@@ -36,12 +37,12 @@ class VirtualRanks(Extension):
     """This rank's share of the `count` virtual ranks, and the state of their step."""
 
     def __init__(
-        self, count: int, buffers: Callable[[], Mapping[str, torch.Tensor]], windows: bool
+        self, count: int, snapshot: Callable[[], BufferSnapshot], windows: bool
     ) -> None:
         if count < 1 or count & (count - 1):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
         self.count = count
-        self._buffers, self._seed = buffers, 0
+        self._snapshot, self._seed = snapshot, 0
         self.step: int = 0  # it and `_seed` seed the generators, with the virtual rank
         self.reduction: TreeReduction = TreeReduction(count, windows)
         # The step's virtual ranks that have not ended, and those not begun. Empty between steps.
@@ -49,7 +50,7 @@ class VirtualRanks(Extension):
         self._ahead: list[int] = []
         self.inside: int | None = None  # the virtual rank that is running
         # The buffers at the start of the step, and its number; None after the optimizer's step.
-        self._before: tuple[dict[str, torch.Tensor], int] | None = None
+        self._before: tuple[BufferSnapshot, int] | None = None
         # What `run_all` returns of the step, and this rank's virtual ranks if some were kept.
         self._results: dict[int, Any] = {}
         self._dealt: tuple[int, ...] | None = None
@@ -177,8 +178,7 @@ class VirtualRanks(Extension):
             self._check()  # a layer may have been converted since the last step
             self._due, self._ahead = list(order), list(order)
             # Also with a single virtual rank, because a step that fails is repeated.
-            before = {name: buffer.clone() for name, buffer in self._buffers().items()}
-            self._before = before, self.step
+            self._before = self._snapshot(), self.step
             if self._dealt is None:
                 self._forget()
             kept = {index for _, each in self.reduction.sums.in_order() for index in each}
@@ -199,12 +199,9 @@ class VirtualRanks(Extension):
             parameters[index].grad = None
         return found
 
-    @torch.no_grad()
     def _put_back(self) -> None:
         if self._before is not None:
-            # By name: a module may give a buffer another tensor.
-            for name, buffer in self._buffers().items():
-                buffer.copy_(self._before[0][name])
+            self._before[0].restore()
 
     # As an extension ----------------------------------------------------------------------------
 

@@ -105,6 +105,9 @@ class Oracle:
         self._used: list[set[int]] = [set() for _ in self._ranks]  # since the last average
         self._first: list[Counter[int]] | None = None  # what a static graph's first pass used
         self._used_by_any: set[int] = set()
+        # The wrapper's forward passes under no_sync() that no backward pass under it has entered,
+        # since the last one outside. While there are any, gradients stay local.
+        self._pending: list[Any] = []
         # What had a gradient when the Reducer was made, on each rank.
         self._inherited = [
             {i for i in self._trainable if player.parameters[i].grad is not None}
@@ -128,6 +131,8 @@ class Oracle:
                 if must:
                     return Expected(must)
                 self._all_play(number, op)
+                newest = self._players[0].graphs[-1:]
+                self._pending = [*self._pending, *newest] if op.no_sync else []
                 self._wrote |= case.writes is not None
                 late = self._wrote and self._averaged and not self._watched
                 return self._everyone(LATE) if late else Expected()
@@ -282,6 +287,10 @@ class Oracle:
         alive = len(self._players[0].graphs)
         if not op.back or max(op.back) >= alive or len(set(op.back)) < len(op.back):
             return None
+        if op.no_sync:
+            entered = [self._players[0].graphs[-1 - back] for back in op.back]
+            self._pending = [g for g in self._pending if all(g is not used for used in entered)]
+        local = op.no_sync or (self._whole.wrapped and bool(self._pending))
         times = [self._times(player, op) for player in self._players]
         touched = [set(counts) for counts in times]
         if not all(touched):
@@ -297,14 +306,14 @@ class Oracle:
         partly = [t for t, is_complete in zip(touched, complete, strict=True) if not is_complete]
         same = all(t == partly[0] for t in partly) and len(partly) < len(touched)
         divided = self._whole.divided and (same or self._whole.hook in (None, "allreduce_hook"))
-        meet = not overlapping and (all(complete) or divided or op.no_sync)
+        meet = not overlapping and (all(complete) or divided or local)
         if plain and any(t != touched[0] for t in touched) and not meet:
             return None
         self._all_play(number, op)
         for used, new in zip(self._used, touched, strict=True):
             used |= new
         may = SECOND if overlapping else None
-        if op.no_sync:
+        if local:
             return Expected(may=may)
         averages = not plain or all(complete)
         if averages and not self._averaged:

@@ -72,7 +72,7 @@ def same(ours, theirs):
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
 
 
-@patch("ddp_from_scratch.sync.broadcast._MESSAGE_BYTES", 32)
+@patch("ddp_from_scratch.sync.broadcast.MESSAGE_BYTES", 32)
 def parameters_and_buffers_in_place(world):
     for src in range(world.world_size):
         model = Zoo(100 + world.rank)

@@ -15,7 +15,6 @@ _MAPPING = "calls the function that maps parameters to the C++ reducer's indices
 _USED_MAP = "reads the C++ reducer's map of used parameters"
 _WORDS = "wants torch's message word for word, with indices and advice; ours names the parameters"
 _BUFFER_HOOKS = "registers a buffer hook; buffers are sent at the end of backward, not in forward"
-_ERROR_LOG = "wants the error in the C++ logger's record; ours is raised, not recorded"
 
 EXCLUDED = {
     "test_ddp_build_debug_param_to_name_mapping": _MAPPING,
@@ -29,12 +28,9 @@ EXCLUDED = {
     "test_ddp_multiple_nested_unused_params_error": _WORDS,
     "test_ddp_unused_params_rebuild_buckets_exception": _WORDS,
     "test_invalid_static_graph": _WORDS,
-    "test_ddp_python_error_logged": _ERROR_LOG,
     "test_ddp_logging_data_cpu": "wants the timings that the C++ logger takes",
-    "test_ddp_sync_module_states": "asks for the size of the C++ broadcast's buckets",
     "test_detect_ddp_is_actually_static": "asks the C++ reducer",
     "test_skip_all_reduce_unused_parameters": "reads the C++ logger's number of buckets",
-    "test_static_graph_api_cpu": "wants an error where ours works: a graph declared static later",
 }
 
 # The profiler's events that it counts are gloo's own.

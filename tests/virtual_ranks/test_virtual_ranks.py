@@ -300,3 +300,34 @@ def test_forward_passes_may_write_from_the_first_step_of_new_ranks_on(world):
             reducer.set_step(step)
         reducer.run_virtual_ranks(lambda i: model(X).sum().backward())
         assert reducer.extension(DriftCheck) is not None  # ranks are compared
+
+
+class Masked(nn.Module):
+    """Its forward pass makes buffers, and one of them grows."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.register_buffer("none", None)
+        self.register_buffer("grown", torch.ones(1))
+        self.inner = nn.Module()
+
+    def forward(self, x):
+        assert (self.none is None, len(self.grown)) == (True, 1)
+        assert "made" not in self.inner._buffers
+        self.none = x.new_full((4,), 2.0)
+        self.grown = torch.ones(4) * self.grown.sum()
+        self.inner.register_buffer("made", torch.full((4,), 3.0))
+        return self.fc(x * self.none * self.grown * self.inner.made).sum()
+
+
+@on("gloo-2")
+def test_buffers_that_forward_makes_are_made_by_each_virtual_rank(world):
+    model = Masked()
+    reducer = ddp.Reducer(model, virtual_ranks=4)
+    ran = reducer.run_virtual_ranks(lambda v: model(torch.full((1, 4), v + 1.0)).backward() or v)
+    assert ran == sorted(reducer.virtual_rank_range)
+    assert model.fc.weight.grad.tolist() == [[15.0] * 4] * 2  # 6 times the mean of 1 to 4
+    assert (model.none.tolist(), model.inner.made.tolist()) == ([2] * 4, [3] * 4)
+    reducer.abort_step()
+    assert (model.none, model.grown.tolist(), *model.inner.buffers()) == (None, [1])
