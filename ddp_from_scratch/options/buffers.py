@@ -159,7 +159,7 @@ class BufferSync(Extension):
         Idempotent.
         """
         sent, self._sent = self._sent, []
-        for _, wire, work in sent:
+        for *_, work in sent:
             wait(work)
         if sent and self._flag_of(sent[0][1]):
             self._layout = None

@@ -36,9 +36,7 @@ Result = TypeVar("Result")
 class VirtualRanks(Extension):
     """This rank's share of the `count` virtual ranks, and the state of their step."""
 
-    def __init__(
-        self, count: int, snapshot: Callable[[], BufferSnapshot], windows: bool
-    ) -> None:
+    def __init__(self, count: int, snapshot: Callable[[], BufferSnapshot], windows: bool) -> None:
         if count < 1 or count & (count - 1):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
         self.count = count

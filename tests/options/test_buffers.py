@@ -268,7 +268,7 @@ def test_every_kind_of_tensor_is_sent(world):
                 if world.rank:
                     tensor.copy_(torch.ones_like(tensor))
             model.register_buffer(name, tensor)
-        before = {name: buffer for name, buffer in model.named_buffers()}
+        before = dict(model.named_buffers())
         if how == "average":
             Reducer(model, broadcast_buffers=True)
             model(torch.ones(1)).backward()
@@ -314,11 +314,16 @@ def test_buffers_that_differ_inside_join(world):
     for odd in (0, 1):
         model = Ours(Cached())
         model().backward()
-        with pytest.raises(RuntimeError, match=r"differ: .*mask: shape.*mask: shape"), model.join():
-            for step in range(2 + world.rank):
-                if step == 1 and world.rank == odd:
-                    model.module.mask = torch.ones(4, 2)
-                model().backward()
+
+        def steps(model, odd):
+            with model.join():
+                for step in range(2 + world.rank):
+                    if step == 1 and world.rank == odd:
+                        model.module.mask = torch.ones(4, 2)
+                    model().backward()
+
+        with pytest.raises(RuntimeError, match=r"differ: .*mask: shape.*mask: shape"):
+            steps(model, odd)
         model = Ours(Cached())
         with model.join():  # a cache that grows on all ranks, also on those that have ended
             for step in range(2 + world.rank):

@@ -317,7 +317,7 @@ def test_what_programs_read_and_set(world):
         model.broadcast_bucket_size = 1
     assert model.require_forward_param_sync
     model.require_forward_param_sync = True
-    with pytest.raises(ValueError, match="require_forward_param_sync=False is not.*buffers=False"):
+    with pytest.raises(ValueError, match=r"require_forward_param_sync=False is not.*buffers=False"):
         model.require_forward_param_sync = False
 
 
@@ -371,9 +371,8 @@ def test_another_process_group_after_a_failed_pass(world):
 
     for options in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
         model = Ours(Terms(1, 2), bucket_cap_mb=0, **options)
+        loss, handle = model(own(world)), model.module.p0.register_hook(stop)
         with pytest.raises(KeyError):
-            loss = model(own(world))
-            handle = model.module.p0.register_hook(stop)
             loss.backward()
         handle.remove()
         model.zero_grad()
