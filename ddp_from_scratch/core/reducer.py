@@ -17,7 +17,13 @@ from torch.autograd.profiler import record_function
 from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Extensible, Extension
-from ddp_from_scratch.core.hooks import EndOfPass, Hooks, ModuleHook, current_pass
+from ddp_from_scratch.core.hooks import (
+    EndOfPass,
+    Hooks,
+    ModuleHook,
+    current_pass,
+    refuse_compiled_autograd,
+)
 from ddp_from_scratch.core.layout import Layout
 
 IDLE = -1
@@ -188,6 +194,7 @@ class CoreReducer(Extensible):
 
     def begin_pass(self) -> None:
         """Begins the pass that autograd is executing, and has autograd call at its end."""
+        refuse_compiled_autograd()
         self.pass_number, self.pass_thread = current_pass(), threading.get_ident()
         self.broken_off = False
         at_end = EndOfPass(self) if self.calls["on_break"] else self.end_pass

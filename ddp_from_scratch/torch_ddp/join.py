@@ -126,7 +126,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def _highest_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
         group = cpu_group(self.reducer.process_group)  # the host must not wait for a GPU
-        highest = torch.tensor([group.rank() if candidate else -1])
+        highest = torch.tensor([group.rank() if candidate else -1], device="cpu")
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 
