@@ -243,6 +243,11 @@ class Reducer(CoreReducer):
         """Returns the current settings, buckets and their sizes."""
         return ReducerStats.of(self, self._backend)
 
+    @property
+    def will_average(self) -> bool:
+        """True if backward passes average: not under `no_sync()`, nor with all of them frozen."""
+        return self.sync and any(parameter.requires_grad for parameter in self.parameters)
+
     # Settings -----------------------------------------------------------------------------------
 
     def register_comm_hook(self, state: Any, hook: CommHook) -> None:

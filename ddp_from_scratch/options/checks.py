@@ -219,7 +219,8 @@ def check_supported(module: torch.nn.Module, parameters: Mapping[str, torch.Tens
     """Raises a ValueError for a module or a parameter whose gradients cannot be averaged."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a Reducer cannot be made under torch.inference_mode(): leave it first")
-    if isinstance(module, torch.jit.RecursiveScriptModule):
+    # A traced module takes hooks.
+    if isinstance(module, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]
         raise ValueError(
             f"{module.original_name} is a ScriptModule, which takes no hooks: put it into a "
             f"module, such as torch.nn.Sequential(module), and pass and call that"
@@ -241,8 +242,8 @@ def _untrainable(parameter: torch.Tensor) -> str:
         )
     if not parameter.is_leaf:
         return (
-            f"is computed from other tensors ({parameter.grad_fn}), so that the gradient goes to "
-            f"these: make it anew, with torch.nn.Parameter(parameter.detach().clone())"
+            "is not a leaf: it is computed from other tensors, to which its gradient goes: make it "
+            "a parameter with torch.nn.Parameter(tensor.detach().clone())"
         )
     return OVERLAPS if overlaps(parameter) else ""
 

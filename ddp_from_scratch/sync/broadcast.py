@@ -119,10 +119,10 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> tuple[list[st
 def check_buffers(module: torch.nn.Module, ignore: Collection[str]) -> None:
     """Raises a ValueError for a buffer, such as an expanded one, that no rank could receive."""
     for name, buffer in module.named_buffers():
-        # A lazy buffer may get its shape before it is sent.
-        if name not in ignore and not torch.nn.parameter.is_lazy(buffer):
-            if reason := _unsendable(buffer):
-                raise ValueError(f"buffer {name} {reason}")
+        if name in ignore or torch.nn.parameter.is_lazy(buffer):
+            continue  # a lazy buffer may get its shape before it is sent
+        if reason := _unsendable(buffer):
+            raise ValueError(f"buffer {name} {reason}")
 
 
 def _unsendable(tensor: torch.Tensor) -> str:
