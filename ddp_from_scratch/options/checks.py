@@ -179,8 +179,8 @@ class Checks(Extension):
 class _FirstAverage(Extension):
     """Compares the ranks' parameters in the first average; a program may not have sent them.
 
-    Leaves the comparison out if a rank's Reducer has `check_first_average=False`. Adds a
-    `DriftCheck` if a forward pass on any rank has written to parameters before.
+    Adds a `DriftCheck` if a forward pass on any rank has written to parameters before. Does nothing
+    if a rank's Reducer has `check_first_average=False`: a later write in forward then raises.
     """
 
     def __init__(self, checks: Checks) -> None:
@@ -197,13 +197,15 @@ class _FirstAverage(Extension):
             mine = [self._checks.has_written, self._checks.check_first_average]
             everyone = gather_integers([*map(int, mine)], group)
         writes, compares = zip(*everyone, strict=True)
+        if not all(compares):
+            return None
         written, advice = any(writes), WRITTEN if any(writes) else NOT_SENT + _ON_PURPOSE
         drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._checks.ignore, advice)
         if written and reducer.extension(DriftCheck) is None:
             reducer.add_extension(drift)
         else:
             drift.attach(reducer)
-        return drift.on_all_launched() if all(compares) else None
+        return drift.on_all_launched()
 
 
 def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
