@@ -102,9 +102,9 @@ class Reducer(CoreReducer):
         flat_buckets: the current buckets in launch order, without those of sparse gradients.
 
     Raises:
-        ValueError: no parameter requires a gradient; a parameter is lazy, overlaps itself, is no
-            leaf, not dense, a DTensor, on the meta device or made in inference mode; the module is
-            a ScriptModule; this rank is not in the group; or an argument is out of range.
+        ValueError: no parameter requires a gradient; a parameter is lazy, expanded, computed from
+            others, not dense, a DTensor, on the meta device or made in inference mode; this rank is
+            not in the group; or an argument is out of range.
         TypeError: `module` is not a module, or `process_group` not a process group.
         RuntimeError: no process group is open, or inference mode is on. From a forward pass, an
             optimizer's step or `backward()`: see `options/checks.py` and `check_every`.
@@ -149,7 +149,7 @@ class Reducer(CoreReducer):
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
-        check_supported(module, snapshot.parameters)
+        check_supported(snapshot.parameters)
         if reduce not in ("mean", "sum"):
             raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
         auto, sums = bucket_cap_mb == AUTO, reduce == "sum"
@@ -245,7 +245,7 @@ class Reducer(CoreReducer):
 
     @property
     def will_average(self) -> bool:
-        """True if backward passes average: not under `no_sync()`, nor with all of them frozen."""
+        """True if backward passes average: not in `no_sync()`, nor while the module is frozen."""
         return self.sync and any(parameter.requires_grad for parameter in self.parameters)
 
     # Settings -----------------------------------------------------------------------------------

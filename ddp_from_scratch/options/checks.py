@@ -217,16 +217,10 @@ def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
     ]
 
 
-def check_supported(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raises a ValueError for a module or a parameter whose gradients cannot be averaged."""
+def check_supported(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises a ValueError for a parameter that cannot be averaged or compared."""
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a Reducer cannot be made under torch.inference_mode(): leave it first")
-    # A traced module takes hooks.
-    if isinstance(module, torch.jit.RecursiveScriptModule):  # type: ignore[attr-defined]
-        raise ValueError(
-            f"{module.original_name} is a ScriptModule, which takes no hooks: put it into a "
-            f"module, such as torch.nn.Sequential(module), and pass and call that"
-        )
     for name, parameter in parameters.items():
         reason = unsupported(parameter)
         if not reason and parameter.requires_grad:

@@ -8,19 +8,17 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common.group import check_group, gather_objects, on_gpu_of
-from ddp_from_scratch.common.memory import (
-    OVERLAPS,
-    overlaps,
-    sparse_parameters,
-    split_like,
-    unsupported,
-)
+from ddp_from_scratch.common.memory import sparse_parameters, split_like
 from ddp_from_scratch.core.layout import assign
 
 # Approximate. Small enough that a rank forwards one message while it receives the next.
 _MESSAGE_BYTES = 16 * 2**20
 
-_QUANTISED = "is quantised and cannot be sent: list it in `ignore`"
+# What some tensors are, and what to do.
+_LAZY = (
+    "is lazy and has no shape yet: run one forward pass on every rank before broadcast_parameters"
+)
+_EXPANDED = "is expanded: several of its elements share memory: clone() it on every rank"
 
 
 def broadcast_parameters(
@@ -41,8 +39,8 @@ def broadcast_parameters(
         ignore: names of parameters and buffers that are neither compared nor copied.
 
     Raises:
-        ValueError: `src` is not a rank of the group, or a parameter or buffer is lazy, expanded,
-            quantised, not dense, a DTensor or on the meta device.
+        ValueError: `src` is not a rank of the group, or the module has lazy or expanded parameters
+            or buffers.
         RuntimeError: the models differ in number, names, order, shapes, strides, dtypes,
             requires_grad or sparseness of gradients of parameters or buffers. The text names the
             first difference and the two ranks, and is the same on every rank.
@@ -65,8 +63,7 @@ def broadcast_buffers(
     Arguments as for `broadcast_parameters`.
 
     Raises:
-        ValueError: `src` is not a rank of the group, or a buffer is expanded, quantised, not dense,
-            a DTensor or on the meta device.
+        ValueError: `src` is not a rank of the group, or a buffer is expanded.
     """
     _check_rank(src, process_group)
     check_buffers(module, ignore)
@@ -77,14 +74,15 @@ def broadcast_buffers(
 def _check_same_model(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None, ignore: Collection[str]
 ) -> None:
-    mine, refused = _describe(module, ignore)
+    mine = _describe(module, ignore)
     with on_gpu_of(module):
         # Equal ranks exchange 32 bytes each. Descriptions are sent only to name a difference.
         digests = gather_objects(hashlib.sha256("\n".join(mine).encode()).digest(), process_group)
         if len(set(digests)) == 1:
             # A rank that raised before the exchange would leave the others waiting.
-            if refused:
-                raise ValueError(refused[0])
+            for line in mine:
+                if line.endswith((_LAZY, _EXPANDED)):
+                    raise ValueError(line)
             return
         descriptions = gather_objects(mine, process_group)
     rank = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
@@ -96,14 +94,14 @@ def _check_same_model(
     )
 
 
-def _describe(module: torch.nn.Module, ignore: Collection[str]) -> tuple[list[str], list[str]]:
-    """Returns a line for each parameter and buffer, and those lines that refuse one."""
-    sparse, refused = sparse_parameters(module), list[str]()
+def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
+    sparse = sparse_parameters(module)
 
     def line(kind: str, name: str, tensor: torch.Tensor) -> str:
-        if reason := _unsendable(tensor):
-            refused.append(f"{kind} {name} {reason}")
-            return refused[-1]
+        if torch.nn.parameter.is_lazy(tensor):
+            return f"{kind} {name} {_LAZY}"
+        if _is_expanded(tensor):
+            return f"{kind} {name} {_EXPANDED}"
         shape = f"{kind} {name}: shape {tuple(tensor.shape)}"
         if kind == "buffer":
             return f"{shape}, {tensor.dtype}"
@@ -112,26 +110,21 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> tuple[list[st
         return f"{shape}, strides {tensor.stride()}, {tensor.dtype}, {trains}{end}"
 
     found = {"parameter": module.named_parameters(), "buffer": module.named_buffers()}
-    lines = [line(k, n, t) for k, named in found.items() for n, t in named if n not in ignore]
-    return lines, refused
+    return [line(k, n, t) for k, named in found.items() for n, t in named if n not in ignore]
 
 
 def check_buffers(module: torch.nn.Module, ignore: Collection[str]) -> None:
-    """Raises a ValueError for a buffer, such as an expanded one, that no rank could receive."""
+    """Raises a ValueError for an expanded buffer, which no rank could receive."""
     for name, buffer in module.named_buffers():
-        if name in ignore or torch.nn.parameter.is_lazy(buffer):
-            continue  # a lazy buffer may get its shape before it is sent
-        if reason := _unsendable(buffer):
-            raise ValueError(f"buffer {name} {reason}")
+        if name not in ignore and _is_expanded(buffer):
+            raise ValueError(f"buffer {name} {_EXPANDED}")
 
 
-def _unsendable(tensor: torch.Tensor) -> str:
-    """Returns why a tensor cannot be sent, and what to do; empty if it can."""
-    if reason := unsupported(tensor):
-        return reason
-    if tensor.is_quantized:
-        return _QUANTISED
-    return OVERLAPS if overlaps(tensor) else ""
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    if torch.nn.parameter.is_lazy(tensor) or tensor.layout != torch.strided:
+        return False
+    rows = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in rows)
 
 
 def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
