@@ -1,6 +1,5 @@
 """The hooks on parameters, modules, optimizers and backward passes that call a Reducer."""
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
@@ -16,17 +15,6 @@ from torch.optim.optimizer import (
 Handle = torch.utils.hooks.RemovableHandle
 # Autograd's number for the backward pass that this thread executes; -1 outside of backward.
 current_pass: Callable[[], int] = torch._C._current_graph_task_id
-
-
-def refuse_compiled_autograd() -> None:
-    """Raises a RuntimeError if torch compiles the backward pass that is running."""
-    # Not imported here: only programs that compile have imported it.
-    found = sys.modules.get("torch._dynamo.compiled_autograd")
-    if found is not None and (found.in_compiled_autograd_region or found.compiled_autograd_enabled):
-        raise RuntimeError(
-            "compiled autograd is not supported, because a Reducer's hooks cannot be compiled: "
-            "leave torch._dynamo.config.compiled_autograd False; torch.compile(model) works"
-        )
 
 
 class Hooks:

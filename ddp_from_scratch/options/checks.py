@@ -1,7 +1,6 @@
 """Raises if an average would be missing or wrong, and names the parameter and the rank."""
 
 import inspect
-import sys
 from collections.abc import Collection, Mapping
 from itertools import chain
 from operator import attrgetter, is_
@@ -356,7 +355,7 @@ def _is_substituting() -> bool:
     """True if other parameters are in place only for the present call, or get no gradient."""
     if not torch.is_grad_enabled():
         return True
-    frame: FrameType | None = sys._getframe()
+    frame: FrameType | None = inspect.currentframe()
     while frame is not None:
         if frame.f_code in _SUBSTITUTES:
             return True
