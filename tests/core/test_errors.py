@@ -239,9 +239,10 @@ DIVIDES = 'reduce="sum" divides by nothing: leave it out'
 BF16 = ddp.comm_hooks.bf16_compress_hook
 JOIN = r"weight\(\) cannot be used inside join"
 META = nn.Linear(3, 3, device="meta")
-COO, CSR = torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()
 OVERLAPPING = torch.arange(5.0).as_strided((3, 3), (1, 1))
-with warnings.catch_warnings(action="ignore"):  # nested tensors are a prototype
+COO = torch.eye(3).to_sparse()
+with warnings.catch_warnings(action="ignore"):  # torch calls both unfinished
+    CSR = torch.eye(3).to_sparse_csr()
     NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
 LAZY = nn.Module()
 LAZY.p = nn.UninitializedParameter()
