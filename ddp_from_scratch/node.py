@@ -234,7 +234,7 @@ def _cut_connections(group: dist.ProcessGroup) -> None:
     for peer in set(range(group.size())) - {group.rank()}:
         # No message arrives, so the timeout closes all connections; if closed, this raises at once.
         with suppress(RuntimeError):
-            group.recv([torch.empty(0)], peer, _TAG).wait(timedelta(milliseconds=1))
+            group.recv([torch.empty(0, device="cpu")], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
 def _is_used(last: list[dist.ProcessGroup]) -> bool:

@@ -19,7 +19,12 @@ from ddp_from_scratch.node import shared_memory_group
 from ddp_from_scratch.options import launch_order
 from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
-from ddp_from_scratch.options.checks import Checks, ModuleSnapshot, sync_batch_norms
+from ddp_from_scratch.options.checks import (
+    Checks,
+    ModuleSnapshot,
+    check_supported,
+    sync_batch_norms,
+)
 from ddp_from_scratch.options.finite import FiniteCheck
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.launch_order import CommunicatingLayers, layers_with_groups
@@ -83,6 +88,9 @@ class Reducer(CoreReducer):
         reduce: "sum" sums the ranks' gradients without dividing. Every `.grad` is summed as a
             whole, so set it to None or zero after each step; what an earlier sum left there would
             be summed again. Not with a comm hook or virtual ranks.
+        check_first_average: compare the ranks' parameters in the first average. False is for
+            programs whose ranks change them on purpose before backward, each in its own way, and
+            put them back before the step (sharpness-aware minimisation).
         check_finite: raise on every rank if a gradient is not finite before it is averaged, and
             name its rank and parameter (`FiniteCheck`). Not with virtual ranks.
         local_steps: optimizers may step on gradients that are not averaged, as in local SGD.
@@ -99,11 +107,12 @@ class Reducer(CoreReducer):
         flat_buckets: the current buckets in launch order, without those of sparse gradients.
 
     Raises:
-        ValueError: no parameter requires a gradient, this rank is not in the group, or an argument
-            is out of range.
-        TypeError: `process_group` is not a process group.
-        RuntimeError: no process group is open. From a forward pass, an optimizer's step or
-            `backward()`: see `options/checks.py` and `check_every`.
+        ValueError: no parameter requires a gradient; a parameter is lazy, expanded, computed from
+            others, not dense, a DTensor, on the meta device or made in inference mode; this rank is
+            not in the group; or an argument is out of range.
+        TypeError: `module` is not a module, or `process_group` not a process group.
+        RuntimeError: no process group is open, or inference mode is on. From a forward pass, an
+            optimizer's step or `backward()`: see `options/checks.py` and `check_every`.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -131,9 +140,12 @@ class Reducer(CoreReducer):
         virtual_ranks: int | None = None,
         reduce: Literal["mean", "sum"] = "mean",
         check_finite: bool = False,
+        check_first_average: bool = True,
         local_steps: bool = False,
         extensions: Iterable[Extension] = (),
     ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         caps = bucket_caps(bucket_cap_mb)
         snapshot = ModuleSnapshot(module, ignore)
         parameters = {name: p for name, p in snapshot.parameters.items() if p.requires_grad}
@@ -143,6 +155,7 @@ class Reducer(CoreReducer):
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
+        check_supported(snapshot.parameters)
         if reduce not in ("mean", "sum"):
             raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
         auto, sums = bucket_cap_mb == AUTO, reduce == "sum"
@@ -154,7 +167,8 @@ class Reducer(CoreReducer):
         self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
         self._auto = auto
         self.buffer_sync: BufferSync = BufferSync(module, process_group, ignore)
-        self._checks = Checks(snapshot, ignore, regroups=virtual_ranks is not None)
+        regroups = virtual_ranks is not None
+        self._checks = Checks(snapshot, ignore, check_first_average, regroups)
         self._virtual_ranks: VirtualRanks | None = None
         self.tree_reduction: TreeReduction | None = None  # of virtual ranks
         if virtual_ranks is not None:
@@ -237,6 +251,11 @@ class Reducer(CoreReducer):
     def stats(self) -> ReducerStats:
         """Returns the current settings, buckets and their sizes."""
         return ReducerStats.of(self, self._backend)
+
+    @property
+    def will_average(self) -> bool:
+        """True if backward passes average: not in `no_sync()`, nor while the module is frozen."""
+        return self.sync and any(parameter.requires_grad for parameter in self.parameters)
 
     # Settings -----------------------------------------------------------------------------------
 

@@ -182,7 +182,9 @@ class AllReduce:
         # All chunks share one scratch tensor, which stays in the processor's cache.
         if reduction.dtype not in self._scratches:
             with torch.inference_mode(False):
-                self._scratches[reduction.dtype] = torch.empty(CHUNK, dtype=reduction.dtype)
+                self._scratches[reduction.dtype] = torch.empty(
+                    CHUNK, dtype=reduction.dtype, device="cpu"
+                )
         return self._scratches[reduction.dtype]
 
 

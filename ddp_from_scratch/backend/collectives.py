@@ -302,7 +302,9 @@ class CollectivesGroup(SharedMemoryGroup):
         check_dtype(kind, received[0], sent)
         size = self.size()
         # Each pair of ranks has its own size, which a fingerprint equal on all ranks cannot hold.
-        own = torch.tensor([[part.numel() for part in parts] for parts in (sent, received)])
+        own = torch.tensor(
+            [[part.numel() for part in parts] for parts in (sent, received)], device="cpu"
+        )
 
         def run() -> Result:
             sizes = own.new_empty(size, 2, size)

@@ -298,13 +298,15 @@ class ProcessGroupMPI(CollectivesGroup):
         rank, others = self.rank(), range(1, self.size())
         if rank != 0:
             # Rank 0 cannot be missing if it answers, so 0 means that no rank is missing.
-            answer = torch.zeros(1, dtype=torch.int64)
+            answer = torch.zeros(1, dtype=torch.int64, device="cpu")
             self.send([torch.zeros_like(answer)], 0, _LAST_TAG)
             self.recv([answer], 0, _LAST_TAG).wait(limit + timedelta(seconds=5))
             missing = [int(answer)] if answer else []
         else:
             heard = {
-                other: self.recv([torch.zeros(1, dtype=torch.int64)], other, _LAST_TAG)
+                other: self.recv(
+                    [torch.zeros(1, dtype=torch.int64, device="cpu")], other, _LAST_TAG
+                )
                 for other in others
             }
             deadline = time.monotonic() + limit.total_seconds()
@@ -313,7 +315,9 @@ class ProcessGroupMPI(CollectivesGroup):
                 time.sleep(1e-3)
             missing = [other for other in others if not heard[other].is_completed()]
             for other in set(others) - set(missing):
-                self.send([torch.tensor([missing[0] if missing else 0])], other, _LAST_TAG).wait()
+                self.send(
+                    [torch.tensor([missing[0] if missing else 0], device="cpu")], other, _LAST_TAG
+                ).wait()
         if missing:
             named = missing if wait_all_ranks else missing[:1]
             missed = (

@@ -184,7 +184,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             if self.checked_barrier.rank == 0:
                 text = "gradients lie in ordinary memory, which costs two copies"
                 warnings.warn(f"{text}: {error.__cause__}", stacklevel=2)
-            return torch.empty(size, dtype=dtype)
+            return torch.empty(size, dtype=dtype, device="cpu")
 
     def empty(self, numel: int, dtype: torch.dtype, for_all: bool = False) -> torch.Tensor:
         """Makes a flat uninitialised tensor in memory that a machine's ranks share. Collective."""

@@ -89,7 +89,7 @@ class Reduction:
 
     def fold_into(self, result: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """Replaces `result` by the reduction of parts of its dtype, a chunk at a time."""
-        scratch = torch.empty(min(CHUNK, result.numel()), dtype=self.dtype)
+        scratch = torch.empty(min(CHUNK, result.numel()), dtype=self.dtype, device="cpu")
         chunks = zip(*(part.split(CHUNK) for part in parts), strict=True)
         for into, chunk in zip(result.split(CHUNK), chunks, strict=True):
             into.copy_(self.fold(chunk, scratch[: into.numel()]))

@@ -151,7 +151,10 @@ class SharedMemory:
     def take(self, rank: int) -> torch.Tensor:
         """Returns a rank's segment, which is in use while a tensor lies in it. Called once."""
         self._taken = weakref.ref(self._arrays[rank])
-        taken, self.segments[rank] = self.segments[rank], torch.empty(0, dtype=torch.uint8)
+        taken, self.segments[rank] = (
+            self.segments[rank],
+            torch.empty(0, dtype=torch.uint8, device="cpu"),
+        )
         self._arrays.clear()  # only the tensor and its views own the array from now on
         return taken
 

@@ -239,7 +239,7 @@ class Exchange:
         self._nodes.everyone.exchange(sent, [into.get(r, _NOTHING) for r in range(self._size)])
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Windows:

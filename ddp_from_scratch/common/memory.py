@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,42 @@ def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
         length = tensor.data_ptr() + tensor.nbytes - begin
         _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)
     return tensor
+
+
+# Why a tensor is refused, and what to do.
+OVERLAPS = "is expanded: several of its elements share memory: clone() it on every rank"
+_LAZY = "is lazy and has no shape yet: run one forward pass on every rank first"
+_META = "is on the meta device and has no values: call module.to_empty(device=...) and set them"
+_DTENSOR = (
+    "is a DTensor: pass `device_mesh` to DistributedDataParallel, the dimension of the mesh to "
+    "average over, or list it in `ignore`"
+)
+
+
+def unsupported(tensor: torch.Tensor) -> str:
+    """Returns why a tensor can be neither averaged, sent nor compared; empty if it can."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return _LAZY
+    # Not imported here, because the import takes a second, and few programs have such tensors.
+    imported = sys.modules.get("torch.distributed.tensor")
+    if isinstance(tensor, getattr(imported, "DTensor", ())):
+        return _DTENSOR
+    if tensor.is_meta:
+        return _META
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "is nested" if tensor.is_nested else f"has the layout {tensor.layout}"
+        return f"{kind}, and only dense tensors work: make it dense, or list it in `ignore`"
+    return ""
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """True if several elements of a dense tensor share memory, as in an expanded one."""
+    extent = 1  # elements from the first to the last one, over the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < extent:
+            return tensor.numel() > 0
+        extent += (size - 1) * stride
+    return False
 
 
 def sparse_parameters(module: torch.nn.Module) -> set[int]:

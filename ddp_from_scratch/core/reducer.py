@@ -4,6 +4,7 @@ The file follows one gradient from top to bottom: `ready`, `launch_full_buckets`
 `end_pass` and `finish` (wait and unpack). Options are extensions (`extension.py`).
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -200,6 +201,13 @@ class CoreReducer(Extensible):
 
     def begin_pass(self) -> None:
         """Begins the pass that autograd is executing, and has autograd call at its end."""
+        # Only programs that compile have imported it.
+        dynamo: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+        if dynamo and (dynamo.in_compiled_autograd_region or dynamo.compiled_autograd_enabled):
+            raise RuntimeError(
+                "compiled autograd is not supported, because it cannot compile a Reducer's hooks: "
+                "leave torch._dynamo.config.compiled_autograd False; torch.compile(model) works"
+            )
         self.pass_number, self.pass_thread = current_pass(), threading.get_ident()
         self.broken_off = False
         at_end = EndOfPass(self) if self.calls["on_break"] else self.end_pass

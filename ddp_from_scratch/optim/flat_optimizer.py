@@ -333,7 +333,7 @@ class _BackwardAndStep(Extension):
         self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, clip: float | None
     ) -> None:
         self._loss, self._optimizer, self._reducer, self._clip = loss, optimizer, reducer, clip
-        self._averaged, self.norm = False, None if clip is None else torch.zeros(())
+        self._averaged, self.norm = False, None if clip is None else torch.zeros((), device="cpu")
 
     def __call__(self) -> torch.Tensor:
         self._reducer.add_extension(self)

@@ -153,7 +153,7 @@ class FlatParams:
         for name in names:
             if name not in self.state:
                 if name == "step":
-                    steps = torch.zeros(len(self.parameters))  # on the CPU: Python reads them
+                    steps = torch.zeros(len(self.parameters), device="cpu")  # Python reads them
                     self.state[name] = steps, steps.unbind()
                 else:
                     flat = self._allocate(len(self.own), self.flat)

@@ -107,7 +107,8 @@ class Muon(torch.optim.Optimizer):
         settings = self._settings if group["use_muon"] else {"fused": True}
         given = {n: group[n] for n in inspect.signature(kind).parameters if n in group}
         # torch's class checks the values and adds its defaults; the parameters are checked below.
-        (checked,) = kind(**settings | given | {"params": [torch.empty(1, 1)]}).param_groups
+        some = [torch.empty(1, 1, device="cpu")]
+        (checked,) = kind(**settings | given | {"params": some}).param_groups
         super().add_param_group(checked | group)
         try:
             self._check(self.param_groups[-1])

@@ -85,7 +85,7 @@ class NoShards:
     def sum_of_squares(self, runs: Sequence[Runs]) -> torch.Tensor:
         """Returns the sum of the squares of all gradients in these runs, of a bucket each."""
         rows = [self._squares(of_bucket) for of_bucket in runs if of_bucket]
-        return torch.cat(rows).sum() if rows else torch.zeros((), dtype=torch.float64)
+        return torch.cat(rows).sum() if rows else torch.zeros((), dtype=torch.float64, device="cpu")
 
     def _squares(self, runs: Runs) -> torch.Tensor:
         """Returns the sum of squares of each block of a bucket; 0 where another rank has it."""

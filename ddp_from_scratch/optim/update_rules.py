@@ -60,7 +60,9 @@ class UpdateRule(Protocol):
         like = gradient if gradient.is_sparse else parameter
         for name in names:
             if state.get(name) is None:
-                state[name] = torch.tensor(0.0) if name == "step" else torch.zeros_like(like)
+                state[name] = (
+                    torch.tensor(0.0, device="cpu") if name == "step" else torch.zeros_like(like)
+                )
         if "step" in names:
             age = int(state["step"])
         values = (state[name] for name in names if name != "step")

@@ -1,16 +1,20 @@
 """Raises if an average would be missing or wrong, and names the parameter and the rank."""
 
+import inspect
 from collections.abc import Collection, Mapping
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import stateless
 
 from ddp_from_scratch.common.errors import AGAIN, shortened
 from ddp_from_scratch.common.group import on_gpu_of
+from ddp_from_scratch.common.memory import OVERLAPS, overlaps, unsupported
 from ddp_from_scratch.core.bucket import Bucket, BucketState
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
@@ -27,21 +31,38 @@ from ddp_from_scratch.sync.check_sync import (
 
 # Mapped over all parameters before every forward pass, so they must not be Python functions.
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
-_traits = attrgetter("requires_grad", "dtype", "device")
+_traits = attrgetter("dtype", "device")
 _OFTEN = 10  # expensive checks run in each of the first 10 forward passes, then in every tenth
+# Both put other tensors in the place of a module's parameters, until the call returns.
+_SUBSTITUTES = {
+    inspect.unwrap(function).__code__
+    for function in (torch.func.functional_call, stateless.functional_call)
+}
+_ON_PURPOSE = (
+    "; or, if ranks differ on purpose during backward, make the Reducer with "
+    "check_first_average=False"
+)
 
 
 class Checks(Extension):
     """Detects a changed module, and forward passes that write to parameters.
 
-    `regroups`: ranks may join or leave later, as with virtual ranks, so one rank is checked, too.
+    `check_first_average`: compare the ranks' parameters in the first average. `regroups`: ranks may
+    join or leave later, as with virtual ranks, so one rank is checked, too.
     """
 
     def __init__(
-        self, snapshot: "ModuleSnapshot", ignore: Collection[str], regroups: bool = False
+        self,
+        snapshot: "ModuleSnapshot",
+        ignore: Collection[str],
+        check_first_average: bool = True,
+        regroups: bool = False,
     ) -> None:
         self._snapshot = snapshot
         self.ignore = ignore
+        self.check_first_average = check_first_average
+        # torch does not count the writes to a tensor that was made in inference mode.
+        self._versioned = {n: p for n, p in snapshot.parameters.items() if not p.is_inference()}
         self._watches_writes = regroups
         self.began: int = 0  # the number of averages before the first one of these ranks
         # Versions of all parameters at the start of the current forward pass in training; None
@@ -75,18 +96,19 @@ class Checks(Extension):
             difference = snapshot.difference(module, may_freeze=reducer.keeps_layout)
             if difference is not None:
                 raise RuntimeError(
-                    f"{difference} on rank {reducer.rank} after the Reducer was made: {AGAIN}"
+                    f"{difference.what} on rank {reducer.rank} after the Reducer was made: "
+                    f"{difference.remedy}"
                 )
             look_for_layers(reducer)
         self.check_complete()
         if self._watches_writes and all_of_it:
-            self._before = [*map(_version, snapshot.parameters.values())]
+            self._before = [*map(_version, self._versioned.values())]
 
     def on_forwarded(self, outputs: object) -> None:
         before, self._before = self._before, None
         if before is None:
             return
-        names = self._snapshot.parameters
+        names = self._versioned
         now = [*map(_version, names.values())]
         if now == before:
             return
@@ -160,7 +182,8 @@ class Checks(Extension):
 class _FirstAverage(Extension):
     """Compares the ranks' parameters in the first average; a program may not have sent them.
 
-    Adds a `DriftCheck` if a forward pass on any rank has written to parameters before.
+    Adds a `DriftCheck` if a forward pass on any rank has written to parameters before. Does nothing
+    if a rank's Reducer has `check_first_average=False`: a later write in forward then raises.
     """
 
     def __init__(self, checks: Checks) -> None:
@@ -174,9 +197,12 @@ class _FirstAverage(Extension):
             return None
         module, group = reducer.module, reducer.process_group
         with on_gpu_of(module):
-            counts = gather_integers([int(self._checks.has_written)], group)
-        written = any(map(any, counts))
-        advice = WRITTEN if written else NOT_SENT
+            mine = [self._checks.has_written, self._checks.check_first_average]
+            everyone = gather_integers([*map(int, mine)], group)
+        writes, compares = zip(*everyone, strict=True)
+        if not all(compares):
+            return None
+        written, advice = any(writes), WRITTEN if any(writes) else NOT_SENT + _ON_PURPOSE
         drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._checks.ignore, advice)
         if written and reducer.extension(DriftCheck) is None:
             reducer.add_extension(drift)
@@ -194,14 +220,62 @@ def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
     ]
 
 
+def check_supported(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises a ValueError for a parameter that cannot be averaged or compared."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a Reducer cannot be made under torch.inference_mode(): leave it first")
+    for name, parameter in parameters.items():
+        reason = unsupported(parameter)
+        if not reason and parameter.requires_grad:
+            reason = _untrainable(parameter)
+        if reason:
+            raise ValueError(f"parameter {name} {reason}")
+
+
+def _untrainable(parameter: torch.Tensor) -> str:
+    """Returns why a parameter gets no gradient of its own, and what to do; empty if it does."""
+    if parameter.is_inference():
+        return (
+            "was made under torch.inference_mode(), where autograd records nothing: make the "
+            "module outside of it"
+        )
+    if not parameter.is_leaf:
+        return (
+            "is not a leaf: it is computed from other tensors, to which its gradient goes: make it "
+            "a parameter with torch.nn.Parameter(tensor.detach().clone())"
+        )
+    return OVERLAPS if overlaps(parameter) else ""
+
+
+class Difference(NamedTuple):
+    """What has changed in a module, such as "parameter fc.bias was added", and what to do."""
+
+    what: str
+    remedy: str
+
+
+_FREEZE = (
+    "freeze all parameters of the Reducer together, or make it with find_unused_parameters=True "
+    "and without static_graph"
+)
+
+
 class ModuleSnapshot:
-    """A module's parameters when the Reducer was made, without the ignored ones."""
+    """A module's parameters when the Reducer was made, without the ignored ones.
+
+    `parameters` has the names of that time. A parameter may get another name later: pruning and
+    parametrizations rename it, and it remains the same object.
+    """
 
     def __init__(self, module: torch.nn.Module, ignore: Collection[str] = ()) -> None:
         self._ignore = frozenset(ignore)
+        named = [*module.named_parameters()]
+        self._ignored = {id(p): p for name, p in named if name in self._ignore}
         self.parameters: dict[str, torch.nn.Parameter] = self._parameters_of(module)
         everyone = self.parameters.values()
-        self._trains, self._traits = [*map(_requires_grad, everyone)], [*map(_traits, everyone)]
+        self._first_names = {id(p): name for name, p in self.parameters.items()}
+        self._trained, self._traits = [*map(_requires_grad, everyone)], [*map(_traits, everyone)]
+        self._trains = self._trained  # as of the last comparison
         self.look_at(module)
 
     def look_at(self, module: torch.nn.Module) -> None:
@@ -211,47 +285,86 @@ class ModuleSnapshot:
         self._full = [table.values() for table in tables if table]
         self._empty = [table for table in tables if not table]
         self._owned = [*chain.from_iterable(self._full)]
+        self._present = self._parameters_of(module)
 
     def looks_different(self, all_of_it: bool) -> bool:
         """True if something may have changed. `all_of_it` also compares dtypes and devices."""
         everyone = self.parameters.values()
+        trains = [*map(_requires_grad, everyone)]
         return (
-            [*map(_requires_grad, everyone)] != self._trains
+            # While all are frozen, nothing is averaged, so there is nothing to check.
+            (trains != self._trains and any(trains))
             or not all(map(is_, chain.from_iterable(self._full), self._owned))
             or sum(map(len, self._full)) != len(self._owned)
             or any(self._empty)
             or (all_of_it and [*map(_traits, everyone)] != self._traits)
         )
 
-    def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> str | None:
-        """Returns the first change, such as "parameter fc.bias was added", or None."""
-        now = self._parameters_of(module)
-        for name in self.parameters | now:
-            then, this = self.parameters.get(name), now.get(name)
-            if this is None and hasattr(then, "_st_info"):
-                # After the first forward it is inside a DTensor (`torch_ddp/internals.py`).
+    def difference(self, module: torch.nn.Module, may_freeze: bool = False) -> Difference | None:
+        """Returns the first change that the Reducer cannot follow, or None."""
+        return (
+            self._other_parameters(module)
+            or self._other_traits()
+            or self._other_requires_grad(may_freeze)
+        )
+
+    def _other_parameters(self, module: torch.nn.Module) -> Difference | None:
+        before, now = self._present, self._parameters_of(module)
+        if any(this is not before.get(name) for name, this in now.items()) and _is_substituting():
+            return None  # looked at again when the call has returned
+        gone = {name: p for name, p in before.items() if p is not now.get(name)}
+        new = {name: p for name, p in now.items() if p is not before.get(name)}
+        # Plain tensors also take parameters' places only for one call (mixed precision).
+        lent = {name for name in gone.keys() & new if not isinstance(new[name], torch.nn.Parameter)}
+        here, known = set(map(id, new.values())), set(map(id, gone.values()))
+        for name, parameter in gone.items():
+            # After the first forward `_st_info` is inside a DTensor (`torch_ddp/internals.py`).
+            if id(parameter) in here or name in lent or hasattr(parameter, "_st_info"):
                 continue
-            # torch.func.functional_call substitutes parameters for one call.
-            if then is not this and not (then is not None and _is_substitute(this)):
-                verb = "removed" if this is None else "added" if then is None else "replaced"
-                return f"parameter {name} was {verb}"
-        # A replaced layer may have kept its parameters (converted batch norm). Records the new
-        # owners, except during a substitution, which ends with the call.
-        if not any(_is_substitute(parameter) for parameter in now.values()):
+            verb = "replaced" if name in new else "removed"
+            return Difference(f"parameter {self._first_names[id(parameter)]} was {verb}", AGAIN)
+        for name, parameter in new.items():
+            if id(parameter) not in known and name not in lent:
+                return Difference(f"parameter {name} was added", AGAIN)
+        if not lent:
             self.look_at(module)
+        return None
+
+    def _other_traits(self) -> Difference | None:
         for (name, parameter), before in zip(self.parameters.items(), self._traits, strict=True):
-            after = _traits(parameter)
-            if before != after and not (may_freeze and before == (True, *after[1:])):
-                trains, dtype, device = after
-                return f"parameter {name} became {dtype} on {device} with requires_grad={trains}"
+            if (after := _traits(parameter)) != before:
+                dtype, device = after
+                return Difference(f"parameter {name} became {dtype} on {device}", AGAIN)
+        return None
+
+    def _other_requires_grad(self, may_freeze: bool) -> Difference | None:
+        trains = [*map(_requires_grad, self.parameters.values())]
+        for name, then, now in zip(self.parameters, self._trained, trains, strict=True):
+            if now and not then:
+                return Difference(f"parameter {name} became requires_grad=True", AGAIN)
+            if then and not now and not may_freeze and any(trains):
+                return Difference(f"parameter {name} became requires_grad=False", _FREEZE)
+        self._trains = trains
         return None
 
     def _parameters_of(self, module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-        return {n: p for n, p in module.named_parameters() if n not in self._ignore}
+        return {
+            name: p
+            for name, p in module.named_parameters()
+            if name not in self._ignore and id(p) not in self._ignored
+        }
 
 
-def _is_substitute(parameter: torch.Tensor | None) -> bool:
-    return parameter is not None and not isinstance(parameter, torch.nn.Parameter)
+def _is_substituting() -> bool:
+    """True if other parameters are in place only for the present call, or get no gradient."""
+    if not torch.is_grad_enabled():
+        return True
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code in _SUBSTITUTES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _check_rescaling(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:

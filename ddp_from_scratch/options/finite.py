@@ -63,5 +63,5 @@ def _sent(bucket: Bucket, reducer: CoreReducer) -> list[torch.Tensor]:
     (parameter,) = bucket.parameters()
     gradient = parameter.grad
     if gradient is None or reducer.sender.mean == 0:  # sends nothing
-        return [torch.zeros(1)]
+        return [torch.zeros(1, device="cpu")]
     return [gradient.coalesce().values() if gradient.is_sparse else gradient]

@@ -57,7 +57,8 @@ class PowerSGDState:
         if parameter not in self._qs:
             # All ranks meet new parameters in the order of buckets, so they use the same seeds.
             generator = torch.Generator().manual_seed(7919 + len(self._qs))
-            self._qs[parameter] = torch.randn(rows, self.rank, generator=generator).to(like)
+            values = torch.randn(rows, self.rank, generator=generator, device="cpu")
+            self._qs[parameter] = values.to(like)
         return self._qs[parameter]
 
     def remember(

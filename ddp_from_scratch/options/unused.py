@@ -4,6 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 
+_requires_grad = attrgetter("requires_grad")
 # In nested tuples, lists, dicts and dataclasses, as for torch's DistributedDataParallel.
 find_tensors: Callable[[object], Iterable[torch.Tensor]] = _find_tensors
 
@@ -104,6 +106,10 @@ class Unused(Extension):
         """Hooks the nodes of all tensors in `outputs`. Walks their graph unless it is static."""
         # Transforms of torch.func accumulate nothing, and hide the parameters.
         if not self._of().may_be_unused or torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        # While all parameters are frozen, no average happens with a static graph, and its first
+        # pass is still to come.
+        if self.is_static and not any(map(_requires_grad, self._of().parameters)):
             return
         tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
@@ -194,7 +200,8 @@ class Unused(Extension):
             return self._used_by_any
         group = reducer.sender.group()
         # Pinned memory, so that the copy is asynchronous and the host does not wait for the GPU.
-        mine = torch.zeros(self._count, dtype=torch.int32, pin_memory=gpu.is_gpu(reducer.device))
+        pinned = gpu.is_gpu(reducer.device)
+        mine = torch.zeros(self._count, dtype=torch.int32, device="cpu", pin_memory=pinned)
         mine[list(used)] = 1
         # `beyond` exceeds the world size, so one sum holds two counts: modulo `beyond` the ranks
         # that used a parameter, divided by it the ranks that inherited its gradient.

@@ -29,7 +29,7 @@ class GradientWeight:
             right = False
         mine = [float(amount), float(amount) ** 2] if right else [math.nan] * 2
         # On the CPU, because reading the sum from a GPU would wait for all earlier work there.
-        self._sums = torch.tensor(mine, dtype=torch.float64)
+        self._sums = torch.tensor(mine, dtype=torch.float64, device="cpu")
         work = dist.all_reduce(self._sums, group=process_group, async_op=True)
         if not right:
             raise ValueError(

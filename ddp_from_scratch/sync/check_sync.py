@@ -63,7 +63,7 @@ def _sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 def _weights() -> torch.Tensor:
     """Returns odd numbers, the same on every rank and in every version of torch."""
-    numbers = torch.arange(1, _WORDS + 1, dtype=torch.int64)
+    numbers = torch.arange(1, _WORDS + 1, dtype=torch.int64, device="cpu")
     # Spreads the bits of small numbers over all 64.
     for shift in (29, 32):
         numbers = numbers * _FACTOR
@@ -199,7 +199,7 @@ def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
         if state.layout == torch.strided:
             yield key, state
     elif isinstance(state, (bool, int, float)):
-        yield key, torch.tensor(state, dtype=torch.float64)
+        yield key, torch.tensor(state, dtype=torch.float64, device="cpu")
     elif isinstance(state, (dict, list, tuple)):
         for inner, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from _values(value, f"{key}.{inner}" if key else str(inner))

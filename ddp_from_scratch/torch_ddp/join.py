@@ -79,7 +79,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         # The order is that of `main_hook`. Otherwise ranks with and without data would deadlock.
         Join.notify_join_context(self)
         weight = self._begin_step(has_data=True)
-        self._averaged = self.reducer.sync
+        self._averaged = self.reducer.will_average
         if self._averaged:
             self.reducer.sender.set_weight(None if self.by_initial_world_size else weight.value)
 
@@ -91,7 +91,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def main_hook(self) -> None:
         """Takes part in a step of the other ranks without data."""
         nothing = self._begin_step(has_data=False)
-        # 0 if all other ranks are under no_sync(), where they launch no bucket.
+        # 0 if all other ranks are under no_sync() or have frozen the module: no bucket is sent.
         self._averaged = nothing.total() != 0
         if self._averaged:
             self.reducer.set_joining(True)
@@ -153,12 +153,12 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         if self._averaged and reducer.buffer_sync.will_send():
             reducer.buffer_sync.send(self._highest_rank(has_data))
         # Weight 0 under no_sync() tells ranks without data whether any rank averages in this step.
-        return reducer.agree_weight(float(has_data and reducer.sync))
+        return reducer.agree_weight(float(has_data and reducer.will_average))
 
     def _highest_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
         group = cpu_group(self.reducer.process_group)  # the host must not wait for a GPU
-        highest = torch.tensor([group.rank() if candidate else -1])
+        highest = torch.tensor([group.rank() if candidate else -1], device="cpu")
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 

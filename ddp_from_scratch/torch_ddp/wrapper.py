@@ -53,8 +53,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         skip_all_reduce_unused_params: as `Reducer`'s `skip_unused`.
         delay_all_reduce_named_params, param_to_hook_all_reduce: only None.
         lazy_bucket_allocation: only False; buckets keep their memory.
-        check_every, stall_after, straggler_every, shared_memory, fuse_wgrad, reduce: not in torch;
-            as `Reducer`.
+        check_every, stall_after, straggler_every, shared_memory, fuse_wgrad, reduce,
+            check_first_average: not in torch; as `Reducer`.
 
     Attributes:
         module: the wrapped module.
@@ -96,6 +96,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         shared_memory: bool = True,
         fuse_wgrad: bool = False,
         reduce: Literal["mean", "sum"] = "mean",
+        check_first_average: bool = True,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -156,6 +157,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "shared_memory": shared_memory,
             "fuse_wgrad": fuse_wgrad,
             "reduce": reduce,
+            "check_first_average": check_first_average,
         }
         if init_sync:
             # `forward_sync_buffers` applies only to forward passes; construction sends buffers.

@@ -67,7 +67,7 @@ class StallWatch(Extension):
         self._under_way: deque[tuple[int, int, int]] = deque()
         self._number = 0
         self._on_gpu: torch.Tensor | None = None  # the number of the last one that is averaged
-        self._on_host = torch.zeros((), dtype=torch.int64)
+        self._on_host = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
@@ -100,7 +100,7 @@ class StallWatch(Extension):
             return
         if self._on_gpu is None:
             self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
-            self._on_host = torch.zeros((), dtype=torch.int64, pin_memory=True)
+            self._on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
         self._number += 1
         self._under_way.append((self._number, iteration, bucket.index()))
         self._on_gpu.fill_(self._number)

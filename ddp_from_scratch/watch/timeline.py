@@ -270,7 +270,7 @@ def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[
     Cristian, "Probabilistic clock synchronization" (1989).
     """
     found: dict[str, tuple[float, float]] = {}
-    there = torch.zeros(1, dtype=torch.float64)
+    there = torch.zeros(1, dtype=torch.float64, device="cpu")
     for host in list(dict.fromkeys(hosts))[1:]:
         other, rounds = hosts.index(host), []
         # The group's own methods, since torch's functions reject an unlisted group (`open_gloo`).

@@ -187,7 +187,7 @@ def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = N
     file = io.BytesIO()
     if is_source:
         torch.save(state, file)
-    size = torch.tensor([file.tell()])
+    size = torch.tensor([file.tell()], device="cpu")
     wait(dist.broadcast(size, group=group, group_src=source, async_op=True))
     data = file.getbuffer() if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)
@@ -241,7 +241,7 @@ class ElasticRun:
                 if self._membership.elastic:
                     # Whether the generation is over for some rank. A new tensor: an aborted
                     # exchange may still write to the old one.
-                    over = torch.tensor([int(self._membership.is_over)])
+                    over = torch.tensor([int(self._membership.is_over)], device="cpu")
                     self._exchange = dist.all_reduce(over, dist.ReduceOp.MAX, async_op=True)
                 yield
                 # The step is finished; only the exchange for the next step may fail now.

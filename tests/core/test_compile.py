@@ -23,6 +23,23 @@ class Net(nn.Module):
         return self.head(h + self.branch(h) if branch else h)
 
 
+@on("gloo-2")
+def test_compiled_autograd_is_refused(world):
+    model = Net()
+    reducer = ddp.Reducer(model, broadcast_buffers=True)
+    x = torch.ones(5, 6) * (world.rank + torch.arange(5.0)[:, None])
+    model(x).sum().backward()
+    compiler = partial(torch.compile, backend="eager")
+    loss = model(x).sum()
+    with (
+        torch._dynamo.compiled_autograd._enable(compiler),
+        pytest.raises(RuntimeError, match=r"^compiled autograd is not supported"),
+    ):
+        loss.backward()
+    reducer.remove()
+    torch._dynamo.reset()
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile wants a C compiler")
 @pytest.mark.parametrize(("how", "unused"), [("inside", False), ("wrapper", True), ("bare", True)])
 @on("gloo-2")

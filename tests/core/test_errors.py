@@ -2,13 +2,17 @@
 
 import math
 import re
+import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import embedding
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.nn.utils import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
@@ -64,6 +68,16 @@ def changed(world, change, frozen=False):
 
 def set_p(k, size):
     return lambda model: setattr(model, f"p{k}", nn.Parameter(torch.zeros(size)))
+
+
+def move_into_p0(model):
+    model.p0 = model.p1
+    del model.p1
+
+
+def rename_and_add(model):
+    model.renamed, model.p2 = model.p1, nn.Parameter(torch.zeros(1))
+    del model.p1
 
 
 def second_gradient(world, in_no_sync=False, **options):
@@ -182,6 +196,32 @@ def limited_rows(world, kind, frozen):
     Reducer(model)
 
 
+def holds(tensor, trains=True):
+    model = nn.Linear(1, 1)
+    model.p = nn.Parameter(tensor, requires_grad=trains)
+    return model
+
+
+def frozen(tensor):
+    return holds(tensor, trains=False)
+
+
+def computed():
+    model = frozen(torch.zeros(2))
+    model.p.add_(nn.Parameter(torch.ones(2)))
+    return model
+
+
+def in_inference_mode(world):
+    with torch.inference_mode():
+        Reducer(Terms(1))
+
+
+def distributed(world):
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    made(world, holds(distribute_tensor(torch.zeros(2), mesh, [Shard(0)])))
+
+
 def register(reducer):
     reducer.register_comm_hook(None, no_future)
 
@@ -190,7 +230,8 @@ def made(world, module=None, **options):
     Reducer(nn.Linear(1, 1) if module is None else module, **options)
 
 
-REQUIRES = r"parameter p1 became .* requires_grad=%s on rank {rank}"
+FROZEN = r"p1 became requires_grad=False on rank {rank} .* with find_unused_parameters=True"
+THAWED = r"parameter p1 became requires_grad=True on rank {rank} .* make a new one"
 SECOND = r"parameter p2 got a second gradient on rank {rank} "
 EVERY = "straggler_every must be 1 or more averages, got %s$"
 NOTHING = "no parameter that requires a gradient"
@@ -198,6 +239,15 @@ DIVIDES = 'reduce="sum" divides by nothing: leave it out'
 BF16 = ddp.comm_hooks.bf16_compress_hook
 JOIN = r"weight\(\) cannot be used inside join"
 META = nn.Linear(3, 3, device="meta")
+OVERLAPPING = torch.arange(5.0).as_strided((3, 3), (1, 1))
+COO = torch.eye(3).to_sparse()
+with warnings.catch_warnings(action="ignore"):  # torch calls both unfinished
+    CSR = torch.eye(3).to_sparse_csr()
+    NESTED = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+LAZY = nn.Module()
+LAZY.p = nn.UninitializedParameter()
+with torch.inference_mode():
+    INFERENCE = nn.Linear(1, 1)
 RANK = "rank must be 1 or more and start 0 or more, got"
 KINDS = r"parameter weight is dense on ranks \[1\] and sparse on \[0\]"
 SPARSE = "gradient of parameter p0 is sparse on rank {rank}, but its module does not"
@@ -210,13 +260,16 @@ ERRORS = [
     (STATE, NOT_SENT, never_sent, {"check_every": 2, "gradient_as_bucket_view": True}),
     (STATE, r"no gradient .* on rank {rank} for: 1\.weight", step_of_a_part, {}),
     (STATE, "stepped during backward on rank {rank}", step_during_backward, {}),
-    (STATE, REQUIRES % False, changed, {"change": lambda model: model.p1.requires_grad_(False)}),
-    (STATE, REQUIRES % True, changed, {"change": nn.Module.requires_grad_, "frozen": True}),
+    (STATE, FROZEN, changed, {"change": lambda model: model.p1.requires_grad_(False)}),
+    (STATE, THAWED, changed, {"change": nn.Module.requires_grad_, "frozen": True}),
     # A float32 bucket would round float64 gradients without a word.
     (STATE, r"parameter p0 became torch\.float64 on cpu", changed, {"change": nn.Module.double}),
     (STATE, "parameter p2 .* on rank {rank}", changed, {"change": set_p(2, 3)}),
     (STATE, "parameter p1 .* on rank {rank}", changed, {"change": set_p(1, 2)}),
     (STATE, "p1 was removed on rank {rank}", changed, {"change": lambda m: delattr(m, "p1")}),
+    (STATE, "p0 was replaced on rank {rank}", changed, {"change": move_into_p0}),
+    (STATE, "p2 was added on rank {rank}", changed, {"change": rename_and_add}),
+    (STATE, "p1 was removed on rank", changed, {"change": lambda m: weight_norm(m, "p1", None)}),
     (STATE, SECOND, second_gradient, {}),
     (STATE, SECOND, second_gradient, {"bucket_cap_mb": 0}),
     (STATE, SECOND, second_gradient, {"bucket_cap_mb": 0, "in_no_sync": True}),
@@ -244,6 +297,18 @@ ERRORS = [
     (STATE, r"parameter 2.bias .* gradient_as_bucket_view=False", graph_in_a_view, {}),
     (RANGE, RANK, lambda world: PowerSGDState(0, 1), {}),
     (RANGE, RANK, lambda world: PowerSGDState(1, -1), {}),
+    (TYPE, "module must be a torch.nn.Module, got list", made, {"module": [nn.Linear(1, 1)]}),
+    (RANGE, "weight is on the meta device .*to_empty", made, {"module": META}),
+    (RANGE, "parameter p is expanded: .* clone", made, {"module": holds(torch.ones(1).expand(3))}),
+    (RANGE, "parameter p is expanded: .* clone", made, {"module": holds(OVERLAPPING)}),
+    (RANGE, "p has the layout torch.sparse_coo, .* `ignore`", made, {"module": holds(COO)}),
+    (RANGE, "p has the layout torch.sparse_csr, .* `ignore`", made, {"module": frozen(CSR)}),
+    (RANGE, "parameter p is nested, .* `ignore`", made, {"module": holds(NESTED)}),
+    (RANGE, "parameter p is lazy .* one forward pass", made, {"module": LAZY}),
+    (RANGE, "parameter p is not a leaf: .*detach", made, {"module": computed()}),
+    (RANGE, "parameter weight was made under torch.inference_mode", made, {"module": INFERENCE}),
+    (STATE, "cannot be made under torch.inference_mode", in_inference_mode, {}),
+    (RANGE, "parameter p is a DTensor: .* `device_mesh`", distributed, {}),
     (RANGE, NOTHING, made, {"module": nn.ReLU()}),
     (RANGE, NOTHING, made, {"module": nn.Linear(1, 1).requires_grad_(False)}),
     (RANGE, 'must be a number, a list or "auto", got .Auto', made, {"bucket_cap_mb": "Auto"}),
