@@ -24,6 +24,7 @@ from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.shards import SHARDS, NoShards
 from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, UpdateRule
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.sync.check_sync import Mark
 
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +115,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
         self.shard: str = shard
+        # Of the gradients of the last step; empty unless the next average compares ranks.
+        self.gradient_marks: dict[torch.Tensor, Mark] = {}
         self._runs = dict[Bucket, list[FlatParams]]()
         name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
         self._shards = SHARDS[shard](name, reducer, self._rule, overlap_forward)
@@ -146,7 +149,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_reducer" not in self.__dict__:  # in a copy
-            self._reducer, self.shard, self._runs = None, "none", {}
+            self._reducer, self.shard, self._runs, self.gradient_marks = None, "none", {}, {}
             self._shards = NoShards(type(self).__name__, None, self._rule)
 
     @torch.no_grad()
@@ -172,11 +175,13 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # A `_BackwardAndStep` has stepped the runs during backward, at whose end the Reducer may
         # have rebuilt its buckets. The step ends in the layout in which it began.
+        self.gradient_marks = {}
         if not isinstance(closure, _BackwardAndStep):
             self._arrange()
+            self.gradient_marks = self._shards.mark_gradients(self._parameters())
             for bucket in self._runs:
                 self._step_bucket(bucket)
-        self._shards.end_step(list(self._runs))
+        self._shards.end_step(list(self._runs), self.param_groups)
         for parameter, group in self._alone:
             self._step_alone(parameter, self.param_groups[group])
         return loss
@@ -249,7 +254,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _arrange(self) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
-        self._shards.synchronize()
+        self._shards.begin_step()
         buckets = self._buckets
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):

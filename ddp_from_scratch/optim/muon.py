@@ -13,6 +13,7 @@ on every rank, and a lost rank takes nothing with it.
 
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
@@ -21,9 +22,11 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common.group import wait
+from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.group import gather_objects, wait
 from ddp_from_scratch.optim.update_rules import ADAM_RULE
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.sync.check_sync import setting_text
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -63,7 +66,8 @@ class Muon(torch.optim.Optimizer):
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
             `differentiable`).
         ValueError: a value out of range, as in torch's classes; a parameter is not a real matrix.
-        RuntimeError: from a step: a gradient is sparse, or the ranks differ in `ns_dtype`.
+        RuntimeError: from a step, which has changed nothing: a gradient is sparse, or the ranks
+            differ in `ns_dtype` or in a setting of a group (on a GPU one step later).
 
     Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
     torch/optim/_muon.py.
@@ -90,6 +94,7 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         self._reducer: Reducer | None = reducer  # None in a copy
+        self._checksums: torch.Tensor | None = None  # of all ranks' settings, on a GPU
         self._compared: Callable[[], Any] = NoneType  # returns the group that has one `ns_dtype`
         self.ns_dtype: torch.dtype = ns_dtype or fastest_dtype(reducer.device)
         if self.ns_dtype not in DTYPES:
@@ -151,7 +156,7 @@ class Muon(torch.optim.Optimizer):
             group["use_muon"] = "ns_steps" in group  # torch's groups lack it
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_reducer": None, "_settings": self._settings, "ns_dtype": self.ns_dtype}
+        own = {"_reducer": None, "_checksums": None, "_settings": self._settings, "ns_dtype": self.ns_dtype}
         return super().__getstate__() | own
 
     @torch.no_grad()
@@ -192,11 +197,16 @@ class Muon(torch.optim.Optimizer):
             rank, size = ranks.rank(), ranks.size()
             self._compare_dtypes(ranks, self._reducer.device)
         owners = divide([cost(parameter.shape) for parameter, _, _ in rows], size)
+        # Behind its results each rank sends a checksum of its settings, in the same message.
+        text, device = self._settings_text(), rows[0][0].device if rows else None
+        number = torch.full((1,), zlib.crc32(text.encode()), device=device)
+        end = number.view(self.ns_dtype)
         numels: list[list[int]] = [[] for _ in range(size)]
         for (parameter, _, _), owner in zip(rows, owners, strict=True):
             numels[owner].append(parameter.numel())
         # One message from each rank: with many small ones, sending would outweigh the products.
-        device = rows[0][0].device if rows else None
+        for each in numels if rows else ():
+            each.append(end.numel())
         messages = [torch.empty(sum(each), dtype=self.ns_dtype, device=device) for each in numels]
         parts = [iter(m.split(each)) for m, each in zip(messages, numels, strict=True)]
         updates = []
@@ -217,15 +227,42 @@ class Muon(torch.optim.Optimizer):
                 wide = orthogonalize(momentum.T if tall else momentum, self.ns_dtype, *settings)
                 update.copy_(wide.T if tall else wide)
             updates.append(update)
-        if ranks is not None and size > 1:
+        if ranks is not None and size > 1 and rows:
+            ends = [next(each) for each in parts]
+            ends[rank].copy_(end)
             works = [
                 dist.broadcast(message, group=ranks, group_src=owner, async_op=True)
                 for owner, message in enumerate(messages)
-                if message.numel()
             ]
             for work in works:
                 wait(work)
+            self._compare_settings(text, torch.stack(ends).view(torch.int64).flatten())
         return updates
+
+    def _settings_text(self) -> str:
+        texts = []
+        for group in self.param_groups:
+            names = self._settings if group["use_muon"] else ADAM_RULE.settings
+            texts.append(", ".join(f"{name}={setting_text(group[name])}" for name in names))
+        return "; ".join(texts)
+
+    def _compare_settings(self, text: str, checksums: torch.Tensor) -> None:
+        """Raises on all ranks if their settings differ. Collective."""
+        compared: torch.Tensor | None = checksums
+        if not checksums.is_cpu:
+            # In the next step, because the host would wait for a GPU here.
+            compared, self._checksums = self._checksums, checksums
+            if gpu.is_capturing():
+                return
+        if self._reducer is None or compared is None or len(set(compared.tolist())) == 1:
+            return
+        with gpu.current(self._reducer.device):
+            texts = gather_objects(text, self._reducer.process_group)
+        other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), 0)
+        raise RuntimeError(
+            f"the settings of Muon differ between ranks: rank 0 has {texts[0]}; rank {other} has "
+            f"{texts[other]}: give the same on all"
+        )
 
     def _compare_dtypes(self, ranks: dist.ProcessGroup, device: torch.device) -> None:
         """Raises on all ranks of a new group if `ns_dtype` differs between them. Collective."""

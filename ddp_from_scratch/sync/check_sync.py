@@ -260,7 +260,7 @@ def _find_difference(
             continue
         kinds = {rank: theirs[0] if theirs else "missing" for rank, theirs in marks.items()}
         if label.endswith(_STEPPED):  # the gradient itself is gone
-            how = ": it was changed between backward() and step()"
+            how = ": it was changed between backward() and step(), or not averaged"
         elif len(set(kinds.values())) > 1:
             how = f": {kinds[first]} there, {kinds[differ[0]]} on rank {differ[0]}"
         else:
