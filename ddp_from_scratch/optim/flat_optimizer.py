@@ -10,7 +10,7 @@ offsets:
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain, pairwise
 from typing import Any, ClassVar
@@ -22,7 +22,13 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.shards import SHARDS, NoShards
-from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, UpdateRule
+from ddp_from_scratch.optim.update_rules import (
+    ADAM_RULE,
+    CACHE_LINE,
+    SGD_RULE,
+    UpdateRule,
+    check_state,
+)
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import Mark
 
@@ -147,10 +153,27 @@ class FlatOptimizer(torch.optim.Optimizer):
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_reducer" in self.__dict__:  # from `load_state_dict`, which has changed nothing yet
+            self._check_loaded(state["state"], state["param_groups"])
         super().__setstate__(state)
         if "_reducer" not in self.__dict__:  # in a copy
             self._reducer, self.shard, self._runs, self.gradient_marks = None, "none", {}, {}
             self._shards = NoShards(type(self).__name__, None, self._rule)
+
+    def _check_loaded(
+        self, states: Mapping[torch.Tensor, dict[str, Any]], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        kind = type(self).__name__
+        for group in groups:
+            if missing := [name for name in self._rule.required if name not in group]:
+                raise ValueError(
+                    f"a parameter group that is loaded lacks {', '.join(missing)}: {kind} loads a "
+                    f"state_dict() of ddp.{kind} or torch.optim.{kind}"
+                )
+            names = self._rule.state_names({"amsgrad": False} | group)
+            for parameter in group["params"]:
+                if parameter in states:
+                    check_state(parameter, states[parameter], names)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

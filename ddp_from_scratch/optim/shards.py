@@ -37,10 +37,18 @@ from ddp_from_scratch.common.group import (
 from ddp_from_scratch.common.memory import in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average
-from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
+from ddp_from_scratch.optim.flat_params import (
+    FlatParams,
+    Stretch,
+    can_move,
+    gradient_dtype,
+    overlapping,
+)
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
+from ddp_from_scratch.options.checks import Checks
 from ddp_from_scratch.options.comm_hooks import Later
+from ddp_from_scratch.options.launch_order import living
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import DriftCheck, Mark, check_sync, setting_text
 from ddp_from_scratch.sync.checksums import checksums, kind_of
@@ -127,15 +135,18 @@ class Shards(NoShards):
         super().__init__(name, reducer, rule, overlap)
         self._of: Reducer
         self._checked = False
-        self._texts: dict[int, tuple[list[Any], str]] = {}  # by id of a group
+        self._texts: dict[tuple[int, int], tuple[list[Any], str]] = {}  # of groups, by the first
         shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
                 if id(parameter) in shared or not can_move(parameter, view):
                     one = f"shape {tuple(parameter.shape)}, {parameter.dtype}"
+                    end = ""
+                    if (of_gradient := gradient_dtype(parameter)) != parameter.dtype:
+                        end = f" with gradients of {of_gradient}: leave grad_dtype out"
                     raise ValueError(
                         f"{name} needs parameters in memory of their own, of float32 or float64 "
-                        f"on a CPU: it cannot move one of {one}"
+                        f"on a CPU: it cannot move one of {one}{end}"
                     )
 
     @property
@@ -177,15 +188,20 @@ class Shards(NoShards):
         numbers = checksums([gradient for _, gradient in rows])
         return {p: (kind_of(g), n) for (p, g), n in zip(rows, numbers, strict=True)}
 
-    def _settings(self, group: Group) -> str:
-        """Returns the settings that a step with this group depends on, as ranks compare them."""
-        values = [_number(group[name]) for name in self._rule.settings]
-        if (known := self._texts.get(id(group))) is not None and known[0] == values:
+    def _settings(self, groups: Sequence[Group]) -> str:
+        """Returns the settings that a step with these groups depends on, as ranks compare them."""
+        names = self._rule.settings
+        values = [[_number(group[name]) for name in names] for group in groups]
+        key = id(groups[0]), len(groups)
+        if (known := self._texts.get(key)) is not None and known[0] == values:
             return known[1]
-        texts = zip(self._rule.settings, values, map(setting_text, values), strict=True)
-        text = ", ".join(f"{name}={text}" for name, value, text in texts if value)
-        self._texts[id(group)] = values, text
-        return text
+        texts = []
+        for name, column in zip(names, zip(*values, strict=True), strict=True):
+            if any(column):
+                each = [str(setting_text(value)) for value in column]
+                texts.append(f"{name}={each[0] if len(set(each)) == 1 else '/'.join(each)}")
+        self._texts[key] = values, ", ".join(texts)
+        return self._texts[key][1]
 
     @contextmanager
     def averaging_with(self, hook: CommHook) -> Iterator[None]:
@@ -259,7 +275,7 @@ class NodeShards(Shards):
         if not run.gradient.numel():
             return
         # The ranks compare this text, because each steps its share for all.
-        text = f"step with {self._settings(group)} of parts {_checksum(stretches)}"
+        text = f"step with {self._settings([group])} of parts {_checksum(stretches)}"
         receive = partial(run.update, stretches, group)
         # In `step` all ranks have the same averages or sums already, and AVG keeps them.
         self._shared.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
@@ -289,6 +305,7 @@ class WorldShards(Shards):
         # By bucket: its parameters, and where the part of each rank begins in its gradients.
         self._flats: dict[Bucket, torch.Tensor] = {}
         self._bounds: dict[Bucket, list[int]] = {}
+        self._in_memory: dict[int, set[Bucket]] = {}
         # The waits for all-gathers under way. With `overlap`, forward passes call them.
         self._arriving: dict[Bucket, Callable[[], None]] = {}
         # The bucket whose all-gather also compares what the ranks have stepped with; what this rank
@@ -298,7 +315,18 @@ class WorldShards(Shards):
         self._to_compare: tuple[str, torch.Tensor] | None = None
         # On gloo, whose collectives of this kind send too much, or not while they receive.
         self._by_messages = reducer.device.type == "cpu" and not self._shares_memory
-        self._waits = ForwardWaits(reducer.module, self.synchronize) if overlap else None
+        self._waits = self._make_waits() if overlap else None
+
+    def _make_waits(self) -> ForwardWaits:
+        # Reducers watch a module's tables, which now become others. Not if they have changed: the
+        # next forward pass must raise.
+        found = [(reducer, reducer.extension(Checks)) for reducer in living()]
+        each = [(checks._snapshot, reducer.module) for reducer, checks in found if checks]
+        unchanged = [(one, module) for one, module in each if not one.looks_different(True)]
+        waits = ForwardWaits(self._of.module, self.synchronize, self._arriving)
+        for one, module in unchanged:
+            one.look_at(module)
+        return waits
 
     def _share(self, numel: int) -> int:
         """Returns the size of each share of so many elements."""
@@ -322,7 +350,10 @@ class WorldShards(Shards):
     def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None:
         super().arranged(runs, alone)
         self._flats = {bucket: self._flats[bucket] for bucket in runs}
-        self._bucket_of = {id(p): bucket for bucket in runs for p in bucket.parameters()}
+        # By memory and not by parameter, since a program may read a view.
+        self._in_memory.clear()
+        for bucket, flat in self._flats.items():
+            self._in_memory.setdefault(flat.untyped_storage().data_ptr(), set()).add(bucket)
         for bucket, of_bucket in runs.items():
             share, placed = self._flats[bucket].numel() // self._size, _placed(of_bucket)
             self._bounds[bucket] = [
@@ -379,8 +410,7 @@ class WorldShards(Shards):
         self._stepped.append(stretches)
 
     def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
-        settings = "; ".join(map(self._settings, groups))
-        text = f"step with {settings} of parts {_checksum(self._stepped)}"
+        text = f"step of parts {_checksum(self._stepped)} with {self._settings(groups)}"
         self._stepped.clear()
         for bucket in reversed(buckets):  # forward reads the last bucket first
             flat = self._flats[bucket]
@@ -402,10 +432,14 @@ class WorldShards(Shards):
     def synchronize(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         if not self._arriving:
             return
-        read = None if parameters is None else {self._bucket_of.get(id(p)) for p in parameters}
+        read: set[Bucket] | None = None
+        if parameters is not None:
+            places = [*map(_memory_of, parameters)]
+            if None not in places:
+                read = set().union(*(self._in_memory.get(place, ()) for place in places))
         for bucket in [*self._arriving]:
             if read is None or bucket in read:
-                self._arriving.pop(bucket)()
+                self._arriving.pop(bucket, _no_wait)()
 
     def _gather(self, flat: torch.Tensor, label: str = "") -> Sequence[dist.Work]:
         """Starts to send this rank's share of a flat tensor to all ranks, and theirs to it.
@@ -495,6 +529,18 @@ def _keep_local(state: Any, bucket: Bucket) -> Future:
 
 
 _keep_local.one_collective = True  # type: ignore[attr-defined]
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Returns where the tensor's memory begins; None if that is unknown, as under vmap."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
+
+
+def _no_wait() -> None:
+    """Another thread has waited."""
 
 
 def _number(value: Any) -> Any:

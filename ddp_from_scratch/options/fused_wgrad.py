@@ -59,6 +59,10 @@ class FusedWgrad(Extension):
         except RuntimeError:  # torch.autograd.grad, which returns the gradient to its caller
             return None
         bucket = reducer.bucket_of[index]
+        # The products have the dtype of the weight, and the gradient may have another one.
+        dtype = reducer.parameters[index].dtype
+        if bucket.flat.dtype != dtype or _grad_dtype(reducer.parameters[index]) != dtype:
+            return None
         if bucket.state is not BucketState.FILLING or index not in bucket.missing:
             return None
         window = bucket.claim(index) if bucket.packs_early else None
@@ -79,6 +83,10 @@ class FusedWgrad(Extension):
         for layer in self._layers:
             vars(layer).pop("forward", None)
         self._layers.clear()
+
+
+def _grad_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _is_plain(layer: Any) -> TypeGuard[Layer]:
