@@ -80,9 +80,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
             memory of its own, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
             with shared memory.
-        overlap_forward: with "world", parameters arrive during the next forward pass, in which each
-            module waits for those that it reads. A program that reads or writes parameters
-            elsewhere calls `synchronize()` first; the module's (`load_`)`state_dict()` does.
+        overlap_forward: with "world", parameters arrive during the next forward pass, in which
+            whoever reads one through its module waits for it (`forward_waits.py`). A program that
+            keeps references to parameters outside of modules calls `synchronize()` before it reads
+            or writes them.
 
     Raises:
         TypeError: a setting that chooses a kernel, such as `foreach` or `fused`.
@@ -90,8 +91,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW);
             what `shard` needs is missing.
         RuntimeError: see `Reducer.keep_bucket_views`. With `shard`, from a step: `.data` of a
-            parameter was replaced, the step is inside `join()`, or, in `backward_and_step`, a comm
-            hook is registered; with "node" also if settings differ between ranks.
+            parameter was replaced, settings differ between ranks, the step is inside `join()`, or,
+            in `backward_and_step`, a comm hook is registered.
     """
 
     _rule: ClassVar[UpdateRule]
@@ -131,6 +132,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     _add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
     zero_grad: Callable[..., None] = _without_dynamo(torch.optim.Optimizer.zero_grad)
     _own_state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
+    # Raises a ValueError, and changes nothing, if the state is another optimizer's or model's.
     load_state_dict: Callable[..., None] = _without_dynamo(torch.optim.Optimizer.load_state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
