@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import gather_objects, wait
-from ddp_from_scratch.optim.update_rules import ADAM_RULE
+from ddp_from_scratch.optim.update_rules import ADAM_RULE, check_state
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import setting_text
 
@@ -145,12 +145,20 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, of torch.optim.Muon or of torch.optim.AdamW.
 
-        Raises a ValueError where a saved group and this one are not both of Muon or both of AdamW.
+        Raises a ValueError where a saved group and this one are not both of Muon or both of AdamW,
+        or a saved group lacks settings.
         """
         ours = [group["use_muon"] for group in self.param_groups]
         saved = ["ns_steps" in group for group in state_dict["param_groups"]]
         if saved != ours:
             raise ValueError(f"the state has groups with use_muon={saved}, the optimizer {ours}")
+        for group, is_muon in zip(state_dict["param_groups"], saved, strict=True):
+            required = self._settings if is_muon else ADAM_RULE.required
+            if missing := [name for name in required if name not in group]:
+                raise ValueError(
+                    f"a parameter group that is loaded lacks {', '.join(missing)}: groups with "
+                    f"use_muon={is_muon} are those of torch.optim.{'Muon' if is_muon else 'AdamW'}"
+                )
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group["use_muon"] = "ns_steps" in group  # torch's groups lack it
@@ -214,6 +222,7 @@ class Muon(torch.optim.Optimizer):
             part, state = next(parts[owner]), self.state[parameter]
             if gradient.is_sparse:
                 raise RuntimeError("Muon takes no sparse gradients: use an embedding's dense ones")
+            check_state(parameter, state, ("momentum_buffer",))
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             update = part.view(parameter.shape)

@@ -272,3 +272,23 @@ def test_refuses_settings_that_are_not_those_of_the_other_ranks(world):
             optimizer.step()
         assert all(map(torch.equal, model.parameters(), before))
         reducer.remove()
+
+
+@on("gloo-2")
+def test_state_that_does_not_fit_is_refused(world):
+    model = nn.Linear(4, 3)
+    reducer = ddp.Reducer(model)
+    others = {"params": [model.bias], "use_muon": False}
+    optimizer = ddp.Muon([{"params": [model.weight]}, others], lr=0.125, reducer=reducer)
+    saved = optimizer.state_dict()
+    saved["param_groups"][1].pop("betas")
+    with pytest.raises(ValueError, match="lacks betas: groups with use_muon=False are those of"):
+        optimizer.load_state_dict(saved)
+    for parameter, text in ((model.weight, r"\(3, 4\) has shape \(4, 3\)"), (model.bias, "lacks step")):
+        optimizer.state.clear()
+        key = "momentum_buffer" if parameter is model.weight else "exp_avg"
+        optimizer.state[parameter][key] = torch.ones(4, 3)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(ValueError, match=text):
+            optimizer.step()
+    reducer.remove()

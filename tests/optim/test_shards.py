@@ -821,6 +821,7 @@ def test_whoever_reads_a_parameter_waits_for_it(world, memory):
                 # Within a forward pass, or not.
                 within = world.rank == 0 or way == "kept"
                 first = model(x) if within else read(model, x)
+                # What nobody reads is still on its way.
                 assert optimizer._shards._arriving or way in ("parameters", "compiled"), way
                 optimizer.synchronize()
                 assert first.equal(read(model, x)), way
