@@ -164,7 +164,8 @@ class Muon(torch.optim.Optimizer):
             group["use_muon"] = "ns_steps" in group  # torch's groups lack it
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_reducer": None, "_checksums": None, "_settings": self._settings, "ns_dtype": self.ns_dtype}
+        own = {"_reducer": None, "_checksums": None}
+        own |= {"_settings": self._settings, "ns_dtype": self.ns_dtype}
         return super().__getstate__() | own
 
     @torch.no_grad()

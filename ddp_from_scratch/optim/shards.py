@@ -426,6 +426,7 @@ class WorldShards(Shards):
                 self._compare()
 
     def begin_step(self) -> None:
+        self._stepped.clear()  # of a step that has raised
         self.synchronize()
         self._compare()
 

@@ -134,7 +134,8 @@ class _Held:
         ignore: Collection[str],
     ) -> None:
         named = {name: p for name, p in module.named_parameters() if name not in ignore}
-        self.tensors: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in named.items()}
+        self.tensors: dict[str, torch.Tensor]
+        self.tensors = {f"parameter {name}": p for name, p in named.items()}
         self.parameters: list[str] = list(self.tensors)
         self.marks: dict[str, Mark] = {}  # causes come first, since an error names one difference
         states: dict[str, Mark] = {}

@@ -284,7 +284,8 @@ def test_state_that_does_not_fit_is_refused(world):
     saved["param_groups"][1].pop("betas")
     with pytest.raises(ValueError, match="lacks betas: groups with use_muon=False are those of"):
         optimizer.load_state_dict(saved)
-    for parameter, text in ((model.weight, r"\(3, 4\) has shape \(4, 3\)"), (model.bias, "lacks step")):
+    wrong = r"\(3, 4\) has shape \(4, 3\)"
+    for parameter, text in ((model.weight, wrong), (model.bias, "lacks step")):
         optimizer.state.clear()
         key = "momentum_buffer" if parameter is model.weight else "exp_avg"
         optimizer.state[parameter][key] = torch.ones(4, 3)

@@ -153,7 +153,7 @@ def step_and_parameter(here):
 OF = " in the state of the optimizer for parameter"
 SHARD = "shard in the state of optimizer 2 for parameter 0.bias"
 ONE, TWO = ("[1] differ from rank 0 by up to ", "[2] differ from rank 0 by up to ")
-FIRST = "[1] differ from rank 0"
+FIRST, BOTH = "[1] differ from rank 0", "[1, 2] differ from rank 0"
 KEYS = "list.0, deep.n, deep.yes, sparse"
 ALONE = "[1] differ from rank 0: missing there, "
 # The rank that differs, in what, how the error names it, and who differs from whom by how much.
@@ -171,7 +171,7 @@ DIFFERENCES = [
     (2, lambda here: here.shard["shard"].zero_(), SHARD, "[2] differ from rank 1 by up to 1"),
     (1, sparse, f"sparse{OF} 0.weight", ONE + "3"),
     (1, more_state, OF[4:] + " 0.weight", f"{FIRST}: {KEYS} there, {KEYS}, more on rank 1"),
-    (0, no_state, OF[4:] + " 1.bias", "[1, 2] differ from rank 0: nothing there, moment, step on rank 1"),
+    (0, no_state, OF[4:] + " 1.bias", f"{BOTH}: nothing there, moment, step on rank 1"),
     (1, settings, "lr of the optimizer", f"{FIRST}: 1.0 there, 0.5 on rank 1"),
 ]
 

@@ -193,7 +193,8 @@ def refused(world):
         error = ValueError if program is of_zero else RuntimeError
         texts.append(text_of(error, broadcast_optimizer_state, program(world, model())))
     group = dist.new_group()
-    texts.append(text_of(ValueError, broadcast_optimizer_state, make(*KINDS[0], "torch")[1], 2, group))
+    _, optimizer = make(*KINDS[0], "torch")
+    texts.append(text_of(ValueError, broadcast_optimizer_state, optimizer, 2, group))
     return texts
 
 
