@@ -22,7 +22,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import gather_objects, wait
 from ddp_from_scratch.optim.update_rules import ADAM_RULE, check_state
 from ddp_from_scratch.reducer import Reducer
@@ -67,7 +66,7 @@ class Muon(torch.optim.Optimizer):
             `differentiable`).
         ValueError: a value out of range, as in torch's classes; a parameter is not a real matrix.
         RuntimeError: from a step, which has changed nothing: a gradient is sparse, or the ranks
-            differ in `ns_dtype` or in a setting of a group (on a GPU one step later).
+            differ in `ns_dtype` or, on CPUs, in a setting of a group.
 
     Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
     torch/optim/_muon.py.
@@ -94,7 +93,6 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         self._reducer: Reducer | None = reducer  # None in a copy
-        self._checksums: torch.Tensor | None = None  # of all ranks' settings, on a GPU
         self._compared: Callable[[], Any] = NoneType  # returns the group that has one `ns_dtype`
         self.ns_dtype: torch.dtype = ns_dtype or fastest_dtype(reducer.device)
         if self.ns_dtype not in DTYPES:
@@ -164,8 +162,7 @@ class Muon(torch.optim.Optimizer):
             group["use_muon"] = "ns_steps" in group  # torch's groups lack it
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_reducer": None, "_checksums": None}
-        own |= {"_settings": self._settings, "ns_dtype": self.ns_dtype}
+        own = {"_reducer": None, "_settings": self._settings, "ns_dtype": self.ns_dtype}
         return super().__getstate__() | own
 
     @torch.no_grad()
@@ -258,16 +255,10 @@ class Muon(torch.optim.Optimizer):
 
     def _compare_settings(self, text: str, checksums: torch.Tensor) -> None:
         """Raises on all ranks if their settings differ. Collective."""
-        compared: torch.Tensor | None = checksums
-        if not checksums.is_cpu:
-            # In the next step, because the host would wait for a GPU here.
-            compared, self._checksums = self._checksums, checksums
-            if gpu.is_capturing():
-                return
-        if self._reducer is None or compared is None or len(set(compared.tolist())) == 1:
+        # Not on a GPU, for which the host would have to wait.
+        if self._reducer is None or not checksums.is_cpu or len(set(checksums.tolist())) == 1:
             return
-        with gpu.current(self._reducer.device):
-            texts = gather_objects(text, self._reducer.process_group)
+        texts = gather_objects(text, self._reducer.process_group)
         other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), 0)
         raise RuntimeError(
             f"the settings of Muon differ between ranks: rank 0 has {texts[0]}; rank {other} has "

@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
-from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import (
     all_gather_single,
     exchange,
@@ -363,7 +362,9 @@ class WorldShards(Shards):
             for run, begin in placed:
                 run.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
 
-        filled = [bucket for bucket in runs if self._flats[bucket].numel()]
+        # Not on a GPU, for which the host would have to wait.
+        on_cpu = self._of.device.type == "cpu"
+        filled = [bucket for bucket in runs if on_cpu and self._flats[bucket].numel()]
         self._carrier = min(filled, key=lambda bucket: self._flats[bucket].nbytes, default=None)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
@@ -422,8 +423,7 @@ class WorldShards(Shards):
                 self._arriving[bucket] = self._gather_and_compare(flat, text)
         if not self._overlap:
             self.synchronize()
-            if self._of.device.type == "cpu":
-                self._compare()
+            self._compare()
 
     def begin_step(self) -> None:
         self._stepped.clear()  # of a step that has raised
@@ -462,9 +462,7 @@ class WorldShards(Shards):
     def _gather_and_compare(self, flat: torch.Tensor, text: str) -> Callable[[], None]:
         """Starts to gather shares, each with a checksum of its rank's text; returns the wait."""
         parts, share = flat.view(self._size, -1), flat.numel() // self._size
-        # Filled on the device, because a copy would make the host wait for a GPU.
-        number = torch.full((2,), zlib.crc32(text.encode()), device=flat.device)
-        end = number.view(flat.dtype)
+        end = torch.full((2,), zlib.crc32(text.encode())).view(flat.dtype)
         # For a small bucket a copy takes less time than a second message.
         carried = share if flat.nbytes <= _WORTH_A_MESSAGE else 0
         rows = flat.new_empty(self._size, carried + end.numel())
@@ -480,13 +478,12 @@ class WorldShards(Shards):
 
     def _compare(self) -> None:
         """Raises on all ranks if they have stepped with different settings. Collective."""
-        if self._to_compare is None or (gpu.is_gpu(self._of.device) and gpu.is_capturing()):
+        if self._to_compare is None:
             return
         (text, numbers), self._to_compare = self._to_compare, None
         if len(set(numbers[:, 0].tolist())) == 1:
             return
-        with gpu.current(self._of.device):
-            texts = gather_objects(text, self._of.process_group)
+        texts = gather_objects(text, self._of.process_group)
         other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
         raise RuntimeError(
             f"ranks took different steps, so parts of the parameters have moved differently: rank "
