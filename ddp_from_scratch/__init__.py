@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.reducer import Reducer
     from ddp_from_scratch.sync.broadcast import broadcast_buffers, broadcast_parameters
     from ddp_from_scratch.sync.check_sync import check_sync
+    from ddp_from_scratch.sync.optimizer_state import broadcast_optimizer_state
     from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from ddp_from_scratch.torch_ddp.join import JoinableReducer, join
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
@@ -46,6 +47,7 @@ __all__ = [
     "UsageError",
     "World",
     "broadcast_buffers",
+    "broadcast_optimizer_state",
     "broadcast_parameters",
     "check_sync",
     "comm_hooks",
@@ -72,6 +74,7 @@ _MODULES = {
     "UsageError": "common.errors",
     "World": "world.world",
     "broadcast_buffers": "sync.broadcast",
+    "broadcast_optimizer_state": "sync.optimizer_state",
     "broadcast_parameters": "sync.broadcast",
     "check_sync": "sync.check_sync",
     "comm_hooks": "options.comm_hooks",

@@ -40,7 +40,8 @@ ROOMS = {
 PUBLIC = [
     *("SGD", "Adam", "AdamW", "CommunicationError", "DistributedDataParallel", "JoinableReducer"),
     *("Muon", "Reducer", "SyncBatchNorm", "UsageError", "World"),
-    *("broadcast_buffers", "broadcast_parameters", "check_sync", "comm_hooks"),
+    *("broadcast_buffers", "broadcast_optimizer_state", "broadcast_parameters", "check_sync"),
+    "comm_hooks",
     *("convert_sync_batchnorm", "elastic", "join", "power_sgd", "process_group", "start_ranks"),
     "timeline",
 ]

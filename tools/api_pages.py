@@ -26,6 +26,7 @@ _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("join", "JoinableReducer"), "docs/how-to/uneven-data.md"),
     (("comm_hooks",), "docs/how-to/comm-hooks.md"),
     (("power_sgd",), "docs/how-to/comm-hooks.md"),
+    (("broadcast_optimizer_state",), "docs/how-to/checkpoints.md"),
     (("check_sync",), "docs/how-to/find-faults.md"),
     (("convert_sync_batchnorm", "SyncBatchNorm"), "docs/how-to/models.md"),
     (("start_ranks",), "docs/how-to/start.md"),

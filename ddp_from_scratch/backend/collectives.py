@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import (
+    caller,
     check_count,
     check_dtype,
     check_same,
@@ -185,7 +186,8 @@ class CollectivesGroup(SharedMemoryGroup):
                 self._exchange([tensor], parts, tensor.nbytes)
             return [write_back(dense, output)]
 
-        return Operation(f"all_gather_into_tensor of {size_of(output)}", run, prepare)
+        text = f"all_gather_into_tensor of {size_of(output)}{caller.suffix}"
+        return Operation(text, run, prepare)
 
     def _gather_in_windows(self, parts: Tensors, tensor: torch.Tensor) -> None:
         own = parts[self.rank()]

@@ -10,7 +10,7 @@ offsets:
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import chain, pairwise
 from typing import Any, ClassVar
@@ -22,8 +22,15 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.shards import SHARDS, NoShards
-from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, UpdateRule
+from ddp_from_scratch.optim.update_rules import (
+    ADAM_RULE,
+    CACHE_LINE,
+    SGD_RULE,
+    UpdateRule,
+    check_state,
+)
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.sync.check_sync import Mark
 
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -73,9 +80,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
             memory of its own, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
             with shared memory.
-        overlap_forward: with "world", parameters arrive during the next forward pass, in which each
-            module waits for those that it reads. A program that reads or writes parameters
-            elsewhere calls `synchronize()` first; the module's (`load_`)`state_dict()` does.
+        overlap_forward: with "world", parameters arrive during the next forward pass, in which
+            whoever reads one through its module waits for it (`forward_waits.py`). A program that
+            keeps references to parameters outside of modules calls `synchronize()` before it reads
+            or writes them.
 
     Raises:
         TypeError: a setting that chooses a kernel, such as `foreach` or `fused`.
@@ -83,8 +91,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW);
             what `shard` needs is missing.
         RuntimeError: see `Reducer.keep_bucket_views`. With `shard`, from a step: `.data` of a
-            parameter was replaced, the step is inside `join()`, or, in `backward_and_step`, a comm
-            hook is registered; with "node" also if settings differ between ranks.
+            parameter was replaced, settings differ between ranks, the step is inside `join()`, or,
+            in `backward_and_step`, a comm hook is registered.
     """
 
     _rule: ClassVar[UpdateRule]
@@ -114,6 +122,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError("none of params is one of the reducer's parameters")
         reducer.keep_bucket_views()
         self.shard: str = shard
+        # Of the gradients of the last step; empty unless the next average compares ranks.
+        self.gradient_marks: dict[torch.Tensor, Mark] = {}
         self._runs = dict[Bucket, list[FlatParams]]()
         name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
         self._shards = SHARDS[shard](name, reducer, self._rule, overlap_forward)
@@ -122,6 +132,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     _add_param_group = _without_dynamo(torch.optim.Optimizer.add_param_group)
     zero_grad: Callable[..., None] = _without_dynamo(torch.optim.Optimizer.zero_grad)
     _own_state_dict = _without_dynamo(torch.optim.Optimizer.state_dict)
+    # Raises a ValueError, and changes nothing, if the state is another optimizer's or model's.
     load_state_dict: Callable[..., None] = _without_dynamo(torch.optim.Optimizer.load_state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -144,10 +155,27 @@ class FlatOptimizer(torch.optim.Optimizer):
         return super().__getstate__()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "_reducer" in self.__dict__:  # from `load_state_dict`, which has changed nothing yet
+            self._check_loaded(state["state"], state["param_groups"])
         super().__setstate__(state)
         if "_reducer" not in self.__dict__:  # in a copy
-            self._reducer, self.shard, self._runs = None, "none", {}
+            self._reducer, self.shard, self._runs, self.gradient_marks = None, "none", {}, {}
             self._shards = NoShards(type(self).__name__, None, self._rule)
+
+    def _check_loaded(
+        self, states: Mapping[torch.Tensor, dict[str, Any]], groups: Sequence[dict[str, Any]]
+    ) -> None:
+        kind = type(self).__name__
+        for group in groups:
+            if missing := [name for name in self._rule.required if name not in group]:
+                raise ValueError(
+                    f"a parameter group that is loaded lacks {', '.join(missing)}: {kind} loads a "
+                    f"state_dict() of ddp.{kind} or torch.optim.{kind}"
+                )
+            names = self._rule.state_names({"amsgrad": False} | group)
+            for parameter in group["params"]:
+                if parameter in states:
+                    check_state(parameter, states[parameter], names)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -172,11 +200,13 @@ class FlatOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # A `_BackwardAndStep` has stepped the runs during backward, at whose end the Reducer may
         # have rebuilt its buckets. The step ends in the layout in which it began.
+        self.gradient_marks = {}
         if not isinstance(closure, _BackwardAndStep):
             self._arrange()
+            self.gradient_marks = self._shards.mark_gradients(self._parameters())
             for bucket in self._runs:
                 self._step_bucket(bucket)
-        self._shards.end_step(list(self._runs))
+        self._shards.end_step(list(self._runs), self.param_groups)
         for parameter, group in self._alone:
             self._step_alone(parameter, self.param_groups[group])
         return loss
@@ -249,7 +279,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _arrange(self) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
-        self._shards.synchronize()
+        self._shards.begin_step()
         buckets = self._buckets
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):

@@ -25,8 +25,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from ddp_from_scratch.common.memory import grad_dtype
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule
+from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule, check_state
 
 # Neighbours of one age in a run: the members `first` to `last - 1`, and their age (`UpdateRule`).
 Stretch: TypeAlias = tuple[int, int, int]
@@ -117,6 +118,10 @@ class FlatParams:
         first, last = (min(max(at - begin, 0), numel) for at in (self.own.start, self.own.stop))
         return slice(first, last)
 
+    def _own_numel(self, index: int) -> int:
+        part = self._own_part(index)
+        return max(int(part.stop) - int(part.start), 0)
+
     def copy_gradients(self, members: Sequence[int], target: torch.Tensor) -> None:
         """Copies this rank's part of the gradients to the places of the parameters in `flat`."""
         for index in members:
@@ -165,6 +170,8 @@ class FlatParams:
                 held = state.get(name)
                 if held is place:
                     continue
+                if name == names[0]:
+                    check_state(self.parameters[index], state, names, self._own_numel(index))
                 if held is None:
                     place.zero_()
                     ages[index] = 0
@@ -259,7 +266,8 @@ def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     # In a flat tensor other elements are the last.
     sixteen_bit_on_cpu = parameter.element_size() == 2 and parameter.device.type == "cpu"
     unchanged = parameter.dtype == view.dtype and parameter.stride() == view.stride()
-    return unchanged and not sixteen_bit_on_cpu
+    own_dtype = grad_dtype(parameter) == parameter.dtype
+    return unchanged and own_dtype and not sixteen_bit_on_cpu
 
 
 def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:

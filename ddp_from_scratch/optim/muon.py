@@ -13,6 +13,7 @@ on every rank, and a lost rank takes nothing with it.
 
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any
@@ -21,9 +22,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common.group import wait
-from ddp_from_scratch.optim.update_rules import ADAM_RULE
+from ddp_from_scratch.common.group import gather_objects, wait
+from ddp_from_scratch.optim.update_rules import ADAM_RULE, check_state
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.sync.check_sync import setting_text
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
@@ -63,7 +65,8 @@ class Muon(torch.optim.Optimizer):
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
             `differentiable`).
         ValueError: a value out of range, as in torch's classes; a parameter is not a real matrix.
-        RuntimeError: from a step: a gradient is sparse, or the ranks differ in `ns_dtype`.
+        RuntimeError: from a step, which has changed nothing: a gradient is sparse, or the ranks
+            differ in `ns_dtype` or, on CPUs, in a setting of a group.
 
     Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
     torch/optim/_muon.py.
@@ -141,12 +144,20 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state of this class, of torch.optim.Muon or of torch.optim.AdamW.
 
-        Raises a ValueError where a saved group and this one are not both of Muon or both of AdamW.
+        Raises a ValueError where a saved group and this one are not both of Muon or both of AdamW,
+        or a saved group lacks settings.
         """
         ours = [group["use_muon"] for group in self.param_groups]
         saved = ["ns_steps" in group for group in state_dict["param_groups"]]
         if saved != ours:
             raise ValueError(f"the state has groups with use_muon={saved}, the optimizer {ours}")
+        for group, is_muon in zip(state_dict["param_groups"], saved, strict=True):
+            required = self._settings if is_muon else ADAM_RULE.required
+            if missing := [name for name in required if name not in group]:
+                raise ValueError(
+                    f"a parameter group that is loaded lacks {', '.join(missing)}: groups with "
+                    f"use_muon={is_muon} are those of torch.optim.{'Muon' if is_muon else 'AdamW'}"
+                )
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             group["use_muon"] = "ns_steps" in group  # torch's groups lack it
@@ -193,11 +204,16 @@ class Muon(torch.optim.Optimizer):
             rank, size = ranks.rank(), ranks.size()
             self._compare_dtypes(ranks, self._reducer.device)
         owners = divide([cost(parameter.shape) for parameter, _, _ in rows], size)
+        # Behind its results each rank sends a checksum of its settings, in the same message.
+        text, device = self._settings_text(), rows[0][0].device if rows else None
+        number = torch.full((1,), zlib.crc32(text.encode()), device=device)
+        end = number.view(self.ns_dtype)
         numels: list[list[int]] = [[] for _ in range(size)]
         for (parameter, _, _), owner in zip(rows, owners, strict=True):
             numels[owner].append(parameter.numel())
         # One message from each rank: with many small ones, sending would outweigh the products.
-        device = rows[0][0].device if rows else None
+        for each in numels if rows else ():
+            each.append(end.numel())
         messages = [torch.empty(sum(each), dtype=self.ns_dtype, device=device) for each in numels]
         parts = [iter(m.split(each)) for m, each in zip(messages, numels, strict=True)]
         updates = []
@@ -205,6 +221,7 @@ class Muon(torch.optim.Optimizer):
             part, state = next(parts[owner]), self.state[parameter]
             if gradient.is_sparse:
                 raise RuntimeError("Muon takes no sparse gradients: use an embedding's dense ones")
+            check_state(parameter, state, ("momentum_buffer",))
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(gradient)
             update = part.view(parameter.shape)
@@ -218,15 +235,36 @@ class Muon(torch.optim.Optimizer):
                 wide = orthogonalize(momentum.T if tall else momentum, self.ns_dtype, *settings)
                 update.copy_(wide.T if tall else wide)
             updates.append(update)
-        if ranks is not None and size > 1:
+        if ranks is not None and size > 1 and rows:
+            ends = [next(each) for each in parts]
+            ends[rank].copy_(end)
             works = [
                 dist.broadcast(message, group=ranks, group_src=owner, async_op=True)
                 for owner, message in enumerate(messages)
-                if message.numel()
             ]
             for work in works:
                 wait(work)
+            self._compare_settings(text, torch.stack(ends).view(torch.int64).flatten())
         return updates
+
+    def _settings_text(self) -> str:
+        texts = []
+        for group in self.param_groups:
+            names = self._settings if group["use_muon"] else ADAM_RULE.settings
+            texts.append(", ".join(f"{name}={setting_text(group[name])}" for name in names))
+        return "; ".join(texts)
+
+    def _compare_settings(self, text: str, checksums: torch.Tensor) -> None:
+        """Raises on all ranks if their settings differ. Collective."""
+        # Not on a GPU, for which the host would have to wait.
+        if self._reducer is None or not checksums.is_cpu or len(set(checksums.tolist())) == 1:
+            return
+        texts = gather_objects(text, self._reducer.process_group)
+        other = next((rank for rank, theirs in enumerate(texts) if theirs != texts[0]), 0)
+        raise RuntimeError(
+            f"the settings of Muon differ between ranks: rank 0 has {texts[0]}; rank {other} has "
+            f"{texts[other]}: give the same on all"
+        )
 
     def _compare_dtypes(self, ranks: dist.ProcessGroup, device: torch.device) -> None:
         """Raises on all ranks of a new group if `ns_dtype` differs between them. Collective."""

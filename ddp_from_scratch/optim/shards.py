@@ -23,17 +23,33 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
-from ddp_from_scratch.common.group import all_gather_single, exchange, of_member, wait, wait_all
-from ddp_from_scratch.common.memory import as_real, in_huge_pages, same_memory, zeros
+from ddp_from_scratch.common.group import (
+    all_gather_single,
+    exchange,
+    gather_objects,
+    of_member,
+    wait,
+    wait_all,
+)
+from ddp_from_scratch.common.memory import as_real, grad_dtype, in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average
-from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
+from ddp_from_scratch.optim.flat_params import (
+    FlatParams,
+    Stretch,
+    can_move,
+    overlapping,
+)
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
+from ddp_from_scratch.options.checks import Checks
 from ddp_from_scratch.options.comm_hooks import Later
+from ddp_from_scratch.options.launch_order import living
 from ddp_from_scratch.reducer import Reducer
-from ddp_from_scratch.sync.check_sync import check_sync
+from ddp_from_scratch.sync.check_sync import DriftCheck, Mark, check_sync, setting_text
+from ddp_from_scratch.sync.checksums import checksums, kind_of
 
 # The runs of a bucket, one behind the other.
 Runs: TypeAlias = Sequence[FlatParams]
@@ -43,6 +59,9 @@ States: TypeAlias = Mapping[torch.Tensor, dict[str, Any]]
 # Elements. Shares are multiples of it, and the norm of gradients is summed block by block. So the
 # norm has the same bits for any number of ranks.
 BLOCK = 1024
+
+# Bytes of a bucket.
+_WORTH_A_MESSAGE = 2**21
 
 
 class NoShards:
@@ -71,10 +90,18 @@ class NoShards:
         """Returns the members that a flat call can step."""
         return run.in_place()
 
+    def begin_step(self) -> None:
+        """Waits until all parameters are those after the last step. Collective."""
+        self.synchronize()
+
+    def mark_gradients(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Mark]:
+        """Returns what the next average must compare of the gradients, by parameter."""
+        return {}
+
     def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
         run.update(stretches, group)
 
-    def end_step(self, buckets: Sequence[Bucket]) -> None: ...
+    def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None: ...
     def synchronize(self) -> None:
         """Waits until all parameters are those after the last step."""
 
@@ -106,14 +133,18 @@ class Shards(NoShards):
         super().__init__(name, reducer, rule, overlap)
         self._of: Reducer
         self._checked = False
+        self._texts: dict[tuple[int, int], tuple[list[Any], str]] = {}  # of groups, by the first
         shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
                 if id(parameter) in shared or not can_move(parameter, view):
                     one = f"shape {tuple(parameter.shape)}, {parameter.dtype}"
+                    end = ""
+                    if (of_gradient := grad_dtype(parameter)) != parameter.dtype:
+                        end = f" with gradients of {of_gradient}: leave grad_dtype out"
                     raise ValueError(
                         f"{name} needs parameters in memory of their own, of float32 or float64 "
-                        f"on a CPU: it cannot move one of {one}"
+                        f"on a CPU: it cannot move one of {one}{end}"
                     )
 
     @property
@@ -144,6 +175,31 @@ class Shards(NoShards):
                     f"a parameter of shape {tuple(parameter.shape)} cannot be moved any longer: "
                     f"its .data was replaced after {self._name} was made"
                 )
+
+    def mark_gradients(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Mark]:
+        # Each rank steps a share, so a gradient that one rank has changed changes a part of the
+        # step on all ranks, and their parameters stay equal.
+        drift = self._of.extension(DriftCheck)
+        if drift is None or not drift.is_due:
+            return {}
+        rows = [(p, p.grad) for p in parameters if p.grad is not None]
+        numbers = checksums([gradient for _, gradient in rows])
+        return {p: (kind_of(g), n) for (p, g), n in zip(rows, numbers, strict=True)}
+
+    def _settings(self, groups: Sequence[Group]) -> str:
+        """Returns the settings that a step with these groups depends on, as ranks compare them."""
+        names = self._rule.settings
+        values = [[_number(group[name]) for name in names] for group in groups]
+        key = id(groups[0]), len(groups)
+        if (known := self._texts.get(key)) is not None and known[0] == values:
+            return known[1]
+        texts = []
+        for name, column in zip(names, zip(*values, strict=True), strict=True):
+            if any(column):
+                each = [str(setting_text(value)) for value in column]
+                texts.append(f"{name}={each[0] if len(set(each)) == 1 else '/'.join(each)}")
+        self._texts[key] = values, ", ".join(texts)
+        return self._texts[key][1]
 
     @contextmanager
     def averaging_with(self, hook: CommHook) -> Iterator[None]:
@@ -217,16 +273,12 @@ class NodeShards(Shards):
         if not run.gradient.numel():
             return
         # The ranks compare this text, because each steps its share for all.
-        values = {name: group[name] for name in self._rule.settings if group[name]}
-        # A tensor would be printed with only four digits.
-        exact = {k: v.item() if torch.is_tensor(v) else v for k, v in values.items()}
-        settings = ", ".join(f"{name}={value}" for name, value in exact.items())
-        text = f"step with {settings} of parts {zlib.crc32(repr(stretches).encode()):08x}"
+        text = f"step with {self._settings([group])} of parts {_checksum(stretches)}"
         receive = partial(run.update, stretches, group)
         # In `step` all ranks have the same averages or sums already, and AVG keeps them.
         self._shared.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
 
-    def end_step(self, buckets: Sequence[Bucket]) -> None:
+    def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
         # After this barrier all parameters are written, and no rank reads another's gradients.
         end = self._shared.free_unused if self._moved else self._shared.barrier().wait
         self._moved = False
@@ -251,11 +303,28 @@ class WorldShards(Shards):
         # By bucket: its parameters, and where the part of each rank begins in its gradients.
         self._flats: dict[Bucket, torch.Tensor] = {}
         self._bounds: dict[Bucket, list[int]] = {}
-        # The all-gathers under way. With `overlap`, forward passes wait for them.
-        self._arriving: dict[Bucket, Sequence[dist.Work]] = {}
+        self._in_memory: dict[int, set[Bucket]] = {}
+        # The waits for all-gathers under way. With `overlap`, forward passes call them.
+        self._arriving: dict[Bucket, Callable[[], None]] = {}
+        # The bucket whose all-gather also compares what the ranks have stepped with; what this rank
+        # has; and a checksum of what each rank has, where they are compared later.
+        self._carrier: Bucket | None = None
+        self._stepped: list[Sequence[Stretch]] = []
+        self._to_compare: tuple[str, torch.Tensor] | None = None
         # On gloo, whose collectives of this kind send too much, or not while they receive.
         self._by_messages = reducer.device.type == "cpu" and not self._shares_memory
-        self._waits = ForwardWaits(reducer.module, self.synchronize) if overlap else None
+        self._waits = self._make_waits() if overlap else None
+
+    def _make_waits(self) -> ForwardWaits:
+        # Reducers watch a module's tables, which now become others. Not if they have changed: the
+        # next forward pass must raise.
+        found = [(reducer, reducer.extension(Checks)) for reducer in living()]
+        each = [(checks._snapshot, reducer.module) for reducer, checks in found if checks]
+        unchanged = [(one, module) for one, module in each if not one.looks_different(True)]
+        waits = ForwardWaits(self._of.module, self.synchronize, self._arriving)
+        for one, module in unchanged:
+            one.look_at(module)
+        return waits
 
     def _share(self, numel: int) -> int:
         """Returns the size of each share of so many elements."""
@@ -279,7 +348,10 @@ class WorldShards(Shards):
     def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None:
         super().arranged(runs, alone)
         self._flats = {bucket: self._flats[bucket] for bucket in runs}
-        self._bucket_of = {id(p): bucket for bucket in runs for p in bucket.parameters()}
+        # By memory and not by parameter, since a program may read a view.
+        self._in_memory.clear()
+        for bucket, flat in self._flats.items():
+            self._in_memory.setdefault(flat.untyped_storage().data_ptr(), set()).add(bucket)
         for bucket, of_bucket in runs.items():
             share, placed = self._flats[bucket].numel() // self._size, _placed(of_bucket)
             self._bounds[bucket] = [
@@ -288,6 +360,11 @@ class WorldShards(Shards):
             ]
             for run, begin in placed:
                 run.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
+
+        # Not on a GPU, for which the host would have to wait.
+        on_cpu = self._of.device.type == "cpu"
+        filled = [bucket for bucket in runs if on_cpu and self._flats[bucket].numel()]
+        self._carrier = min(filled, key=lambda bucket: self._flats[bucket].nbytes, default=None)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
         return self.averaging_with(self._make_hook(self._of.tree_reduction))
@@ -328,29 +405,92 @@ class WorldShards(Shards):
         vars(reduce_scatter).update(one_collective=True, takes_divided=tree is None)
         return reduce_scatter
 
-    def end_step(self, buckets: Sequence[Bucket]) -> None:
+    def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
+        super().step(run, stretches, group)
+        self._stepped.append(stretches)
+
+    def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
+        text = f"step of parts {_checksum(self._stepped)} with {self._settings(groups)}"
+        self._stepped.clear()
         for bucket in reversed(buckets):  # forward reads the last bucket first
-            self._arriving[bucket] = self._gather(self._flats[bucket])
+            flat = self._flats[bucket]
+            if bucket is not self._carrier:
+                self._arriving[bucket] = partial(wait_all, self._gather(flat))
+            elif self._shares_memory:
+                self._arriving[bucket] = partial(wait_all, self._gather(flat, f" for a {text}"))
+            else:
+                self._arriving[bucket] = self._gather_and_compare(flat, text)
         if not self._overlap:
             self.synchronize()
+            self._compare()
+
+    def begin_step(self) -> None:
+        self._stepped.clear()  # of a step that has raised
+        self.synchronize()
+        self._compare()
 
     def synchronize(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         if not self._arriving:
             return
-        read = None if parameters is None else {self._bucket_of.get(id(p)) for p in parameters}
+        read: set[Bucket] | None = None
+        if parameters is not None:
+            read = set()
+            for place in map(_memory_of, parameters):
+                if place is None:
+                    read = None
+                    break
+                read |= self._in_memory.get(place, set())
         for bucket in [*self._arriving]:
             if read is None or bucket in read:
-                wait_all(self._arriving.pop(bucket))
+                self._arriving.pop(bucket, _no_wait)()
 
-    def _gather(self, flat: torch.Tensor) -> Sequence[dist.Work]:
-        """Starts to send this rank's share of a flat tensor to all ranks, and theirs to it."""
+    def _gather(self, flat: torch.Tensor, label: str = "") -> Sequence[dist.Work]:
+        """Starts to send this rank's share of a flat tensor to all ranks, and theirs to it.
+
+        Ranks that share memory compare the `label`.
+        """
         if not flat.numel():
             return []
         parts = flat.view(self._size, -1)
         if self._by_messages:
             return exchange(self._group, [parts[self._rank]] * self._size, parts.unbind())
-        work = all_gather_single(flat, parts[self._rank], group=self._group, async_op=True)
+        caller.suffix = label
+        try:
+            work = all_gather_single(flat, parts[self._rank], group=self._group, async_op=True)
+        finally:
+            caller.suffix = ""
         return [of_member(work)]
+
+    def _gather_and_compare(self, flat: torch.Tensor, text: str) -> Callable[[], None]:
+        """Starts to gather shares, each with a checksum of its rank's text; returns the wait."""
+        parts, share = flat.view(self._size, -1), flat.numel() // self._size
+        end = torch.full((2,), zlib.crc32(text.encode()), device="cpu").view(flat.dtype)
+        # For a small bucket a copy takes less time than a second message.
+        carried = share if flat.nbytes <= _WORTH_A_MESSAGE else 0
+        rows = flat.new_empty(self._size, carried + end.numel())
+        rows[self._rank] = torch.cat([parts[self._rank, :carried], end])
+        works = [*(() if carried else self._gather(flat)), *self._gather(rows.view(-1))]
+
+        def finish() -> None:
+            wait_all(works)
+            parts[:, :carried] = rows[:, :carried]
+            self._to_compare = text, rows[:, carried:].contiguous().view(torch.int64)
+
+        return finish
+
+    def _compare(self) -> None:
+        """Raises on all ranks if they have stepped with different settings. Collective."""
+        if self._to_compare is None:
+            return
+        (text, numbers), self._to_compare = self._to_compare, None
+        if len(set(numbers[:, 0].tolist())) == 1:
+            return
+        texts = gather_objects(text, self._of.process_group)
+        other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
+        raise RuntimeError(
+            f"ranks took different steps, so parts of the parameters have moved differently: rank "
+            f"0 took a {texts[0]}; rank {other} a {texts[other]}"
+        )
 
     def whole_state(self, runs: Runs, states: States) -> dict[torch.Tensor, dict[str, Any]]:
         share = self._share(sum(run.flat.numel() for run in runs))
@@ -389,6 +529,29 @@ def _keep_local(state: Any, bucket: Bucket) -> Future:
 
 
 _keep_local.one_collective = True  # type: ignore[attr-defined]
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """Returns where the tensor's memory begins; None if that is unknown, as under vmap."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
+
+
+def _no_wait() -> None:
+    """Another thread has waited."""
+
+
+def _number(value: Any) -> Any:
+    """Returns numbers in the place of tensors, which may change in place."""
+    if isinstance(value, torch.Tensor):
+        return value.item()
+    return tuple(map(_number, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _checksum(value: object) -> str:
+    return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
 def _placed(runs: Runs) -> list[tuple[FlatParams, int]]:

@@ -5,7 +5,7 @@ at cache lines, so a cut there does not change the bits. Only the last elements,
 vector, may be rounded differently.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import product
 from typing import Any, Protocol
@@ -34,6 +34,7 @@ class UpdateRule(Protocol):
     """
 
     settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
+    required: tuple[str, ...]  # those that a group must have; torch's class adds the others
     fused: bool | None  # torch's class has the same bits with this `fused`
     takes_complex: bool
     exact_anywhere: bool  # an element's bits do not depend on its position in a tensor
@@ -56,13 +57,14 @@ class UpdateRule(Protocol):
     ) -> None:
         """Steps one parameter. Like torch, it allocates the state in the first step."""
         names = self.state_names(group)
+        check_state(parameter, state, names)
         age = int(all(state.get(name) is not None for name in names))
         like = gradient if gradient.is_sparse else parameter
         for name in names:
             if state.get(name) is None:
-                state[name] = (
-                    torch.tensor(0.0, device="cpu") if name == "step" else torch.zeros_like(like)
-                )
+                # As in torch, momentum has the dtype of the gradient (`grad_dtype`).
+                zeros = torch.zeros_like(like, dtype=gradient.dtype)
+                state[name] = torch.tensor(0.0, device="cpu") if name == "step" else zeros
         if "step" in names:
             age = int(state["step"])
         values = (state[name] for name in names if name != "step")
@@ -81,6 +83,7 @@ class SGDRule(UpdateRule):
 
     _of_kernel = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
     settings: tuple[str, ...] = ("lr", *_of_kernel)
+    required: tuple[str, ...] = ("lr", "momentum", "dampening", "weight_decay")
     fused: bool | None = None
     takes_complex = True
     exact_anywhere = True
@@ -90,7 +93,8 @@ class SGDRule(UpdateRule):
 
     def update(self, tensors: Tensors, age: int, group: Group) -> None:
         parameter, gradient, *state = tensors
-        if parameter.is_cuda and parameter.is_floating_point() and not gradient.is_sparse:
+        has_kernel = parameter.dtype == gradient.dtype and not gradient.is_sparse
+        if parameter.is_cuda and parameter.is_floating_point() and has_kernel:
             self._update_contiguous(tensors, age, group)
             return
         momentum = [state[0] if state and age else None]
@@ -123,6 +127,7 @@ class AdamRule(UpdateRule):
 
     _of_kernel = ("eps", "weight_decay", "amsgrad", "maximize")
     settings: tuple[str, ...] = ("lr", "betas", *_of_kernel, "decoupled_weight_decay")
+    required: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay")
     fused: bool | None = True
     takes_complex = False  # torch's fused kernel has none
     exact_anywhere = False
@@ -135,6 +140,11 @@ class AdamRule(UpdateRule):
         if tensors[1].is_sparse:
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam instead"
+            )
+        if tensors[0].dtype != tensors[1].dtype:
+            raise RuntimeError(
+                f"Adam takes gradients of the dtype of their parameter, got {tensors[1].dtype} for "
+                f"{tensors[0].dtype}: leave grad_dtype out, or step this parameter with SGD"
             )
         self._update_contiguous(tensors, age, group)
 
@@ -151,6 +161,35 @@ class AdamRule(UpdateRule):
 
 
 SGD_RULE, ADAM_RULE = SGDRule(), AdamRule()
+
+
+def check_state(
+    parameter: torch.Tensor, state: Mapping[str, Any], names: Sequence[str], part: int | None = None
+) -> None:
+    """Raises a ValueError if a parameter's state is another optimizer's, or of another shape.
+
+    Without a state it has the keys `names` all None. `part` is the number of elements of which a
+    rank may have the state alone.
+    """
+    shape, held = tuple(parameter.shape), [key for key, value in state.items() if value is not None]
+    missing = [name for name in names if state.get(name) is None]
+    # Momentum alone may be missing: a step without momentum keeps no state.
+    if held and missing and "step" in names:
+        raise ValueError(
+            f"the state of a parameter of shape {shape} has {', '.join(map(str, held))} and lacks "
+            f"{', '.join(missing)}: load the state_dict() of the same kind of optimizer"
+        )
+    for name in names if not missing else ():
+        found = torch.as_tensor(state[name])
+        if name == "step":
+            fits = found.numel() == 1
+        else:
+            fits = found.shape == parameter.shape or (found.dim() == 1 and len(found) == part)
+        if not fits:
+            raise ValueError(
+                f"{name} in the state of a parameter of shape {shape} has shape "
+                f"{tuple(found.shape)}: load the state of the same model"
+            )
 
 
 def _sgd_settings(group: Group) -> dict[str, Any]:

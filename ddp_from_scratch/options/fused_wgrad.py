@@ -59,6 +59,9 @@ class FusedWgrad(Extension):
         except RuntimeError:  # torch.autograd.grad, which returns the gradient to its caller
             return None
         bucket = reducer.bucket_of[index]
+        # The products have the dtype of the weight, and the gradient may have another one.
+        if bucket.flat.dtype != reducer.parameters[index].dtype:
+            return None
         if bucket.state is not BucketState.FILLING or index not in bucket.missing:
             return None
         window = bucket.claim(index) if bucket.packs_early else None

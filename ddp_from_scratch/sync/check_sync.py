@@ -1,15 +1,16 @@
-"""Compares parameters and optimizer state over ranks, bit for bit; names the first difference."""
+"""Compares parameters and optimizers over ranks, bit for bit; names the first difference."""
 
 import hashlib
 import math
+import sys
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import (
     check_group,
     gather_objects,
@@ -18,59 +19,7 @@ from ddp_from_scratch.common.group import (
     wait,
 )
 from ddp_from_scratch.core.extension import Extension
-
-_WORDS = 2**16  # elements of a row
-# Knuth's MMIX multiplier. Row sums are multiplied by its powers, so that the order of rows counts.
-_FACTOR = 6364136223846793005
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@torch.no_grad()
-def checksums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns a 64-bit checksum of each dense tensor, of its bits in logical order.
-
-    A sum of integers times odd weights: a change of one element always shows; changes of several
-    cancel out at most about once in 2**32 times.
-    """
-    weights = {device: _weights().to(device) for device in {tensor.device for tensor in tensors}}
-    sums = []
-    for tensor in tensors:
-        values = tensor.detach()
-        if values.is_complex():
-            values = torch.view_as_real(values.resolve_conj())
-        words = values.contiguous().view(-1).view(_INTEGERS[values.element_size()])
-        sums.append(_sum(words, weights[tensor.device]))
-    # One transfer for each device, not for each tensor.
-    rows = {at: iter(torch.stack([s for s in sums if s.device == at]).tolist()) for at in weights}
-    return [next(rows[one.device]) for one in sums]
-
-
-def _sum(words: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    if len(words) <= _WORDS:
-        return (words * weights[: len(words)]).sum()
-    # On a CPU one row stays in the cache. On a GPU, kernel launches dominate.
-    rows = 256 if gpu.is_gpu(words.device) else 1
-    sums = []
-    for part in words.split(rows * _WORDS):
-        rest = len(part) % _WORDS
-        if rest < len(part):
-            sums.append((part[: len(part) - rest].view(-1, _WORDS) * weights).sum(1))
-        if rest:
-            sums.append((part[-rest:] * weights[:rest]).sum().view(1))
-    of_rows = torch.cat(sums)
-    return (of_rows * torch.full_like(of_rows, _FACTOR).cumprod(0)).sum()
-
-
-def _weights() -> torch.Tensor:
-    """Returns odd numbers, the same on every rank and in every version of torch."""
-    numbers = torch.arange(1, _WORDS + 1, dtype=torch.int64, device="cpu")
-    # Spreads the bits of small numbers over all 64.
-    for shift in (29, 32):
-        numbers = numbers * _FACTOR
-        numbers = numbers ^ (numbers >> shift)
-    # Odd factors have inverses modulo 2**64, so no change of one element can vanish.
-    return numbers | 1
-
+from ddp_from_scratch.sync.checksums import checksums, dense_parts, kind_of
 
 # N: a check in every Nth average, if forward passes write to parameters.
 EVERY_AFTER_WRITES = 100
@@ -82,7 +31,13 @@ WRITTEN = (
 
 NOT_SENT = "Call ddp.broadcast_parameters(model) on every rank, before the first step"
 
-Mark = tuple[str, int]  # (dtype and shape, checksum) of a tensor
+# (dtype and shape, checksum) of a tensor; (text, 0) of a setting.
+Mark = tuple[str, int]
+
+# What the name of a gradient ends with.
+_STEPPED = " in the last step of the optimizer"
+# Keys of a parameter group that are not compared.
+_NO_SETTINGS = ("params", "param_names")
 
 
 def check_sync(
@@ -92,16 +47,17 @@ def check_sync(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     ignore: Collection[str] = (),
 ) -> str:
-    """Compares all ranks' parameters, and optimizer state for them, bit for bit. Collective.
+    """Compares all ranks' parameters, and optimizers of them, bit for bit. Collective.
 
     Equal ranks exchange 16 bytes each, others a checksum of every tensor and the first difference.
 
     Args:
         module: its parameters are compared.
         process_group: the ranks that take part; None means all.
-        optimizers: their state for these parameters is compared, too: tensors and numbers, also in
-            lists and dicts. Shards are compared among the ranks that hold them; with shard="world"
-            there is one each.
+        optimizers: the settings of their parameter groups are compared, too, and their state for
+            these parameters: tensors and numbers, also in lists and dicts. Ranks whose optimizer
+            has a parameter must have the same state for it. Shards of the state are compared among
+            the ranks that hold them; with shard="world" there is one each.
         ignore: names of parameters that are left out.
 
     Returns:
@@ -109,8 +65,8 @@ def check_sync(
 
     Raises:
         RuntimeError: something differs between ranks. The text, the same on every rank, names the
-            first parameter or part of a state that differs, the ranks, and the largest absolute
-            difference.
+            first setting, parameter or part of a state that differs, the ranks, and both values or
+            the largest absolute difference.
     """
     check_group(process_group)
     with on_gpu_of(module):
@@ -139,6 +95,11 @@ class DriftCheck(Extension):
         # Weak, so that a check does not keep an optimizer alive. Ordered by their first steps.
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
 
+    @property
+    def is_due(self) -> bool:
+        """True if the next average compares ranks."""
+        return self._is_due or (self._of().iteration + 1) % self._every == 0
+
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers[optimizer] = None
 
@@ -148,9 +109,9 @@ class DriftCheck(Extension):
     def on_all_launched(self) -> RuntimeError | None:
         # Every rank takes part in an average, but one rank may run forward or step alone. And no
         # parameter has changed yet, as it may later during an average (`backward_and_step`).
-        reducer = self._of()
-        iteration, is_due, self._is_due = reducer.iteration + 1, self._is_due, False
-        if not is_due and iteration % self._every:
+        reducer, is_due, self._is_due = self._of(), self.is_due, False
+        iteration = reducer.iteration + 1
+        if not is_due:
             return None
         has_no_data = reducer.joining and reducer.sender.mean == 0  # not compared
         with on_gpu_of(self._module):
@@ -164,7 +125,7 @@ class DriftCheck(Extension):
 
 
 class _Held:
-    """This rank's tensors and their checksums, by the names that errors use."""
+    """This rank's tensors and settings, and their marks, by the names that errors use."""
 
     def __init__(
         self,
@@ -172,34 +133,88 @@ class _Held:
         optimizers: Sequence[torch.optim.Optimizer],
         ignore: Collection[str],
     ) -> None:
-        named = [(name, p) for name, p in module.named_parameters() if name not in ignore]
-        self.tensors: dict[str, torch.Tensor] = {f"parameter {name}": p for name, p in named}
-        self.of_parameters = len(self.tensors)  # parameters come first
+        named = {name: p for name, p in module.named_parameters() if name not in ignore}
+        self.tensors: dict[str, torch.Tensor]
+        self.tensors = {f"parameter {name}": p for name, p in named.items()}
+        self.parameters: list[str] = list(self.tensors)
+        self.marks: dict[str, Mark] = {}  # causes come first, since an error names one difference
+        states: dict[str, Mark] = {}
         for number, optimizer in enumerate(optimizers):
             whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
-            divided = getattr(optimizer, "shard", "none") == "world"  # each rank has its own part
-            if divided:
-                optimizer.synchronize()  # type: ignore[attr-defined]  # parameters may be under way
-            for name, parameter in named if not divided else ():
-                for key, value in _values(optimizer.state.get(parameter)):
-                    self.tensors[f"{key} in the state of {whose} for parameter {name}"] = value
+            self._hold(whose, optimizer, named, states)
         numbers = checksums(list(self.tensors.values()))
-        self.marks: dict[str, Mark] = {
-            label: (f"{tensor.dtype} {tuple(tensor.shape)}", number)
+        self.marks |= {
+            label: (kind_of(tensor), number)
             for (label, tensor), number in zip(self.tensors.items(), numbers, strict=True)
         }
+        self.marks |= states
 
-    def digest(self, count: int | None = None) -> bytes:
-        """Returns 8 bytes for the first `count` tensors; None means all."""
-        return hashlib.sha256(repr(list(self.marks.items())[:count]).encode()).digest()[:8]
+    def _hold(
+        self,
+        whose: str,
+        optimizer: torch.optim.Optimizer,
+        named: Mapping[str, torch.Tensor],
+        states: dict[str, Mark],
+    ) -> None:
+        ours, groups = {id(p) for p in named.values()}, optimizer.param_groups
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        for index, group in enumerate(groups):
+            if ours.isdisjoint(map(id, group["params"])):
+                continue
+            where = f"group {index} of {whose}" if len(groups) > 1 else whose
+            for key, value in group.items():
+                if key not in _NO_SETTINGS and (text := setting_text(value)) is not None:
+                    self.marks[f"{key} of {where}"] = text, 0
+        divided = getattr(optimizer, "shard", "none") == "world"  # each rank has its own part
+        if divided:
+            optimizer.synchronize()  # type: ignore[attr-defined]  # parameters may be under way
+        gradients = getattr(optimizer, "gradient_marks", {})
+        for name, parameter in named.items():
+            if parameter in gradients:
+                self.marks[f"the gradient of {name}{_STEPPED}"] = gradients[parameter]
+            if id(parameter) not in stepped:
+                continue
+            state = dict(_values(optimizer.state.get(parameter)))
+            end = f"the state of {whose} for parameter {name}"
+            if not is_zero(optimizer):
+                states[end] = ", ".join(map(str, state)) or "nothing", 0
+            for key, value in state.items():
+                if not divided or key == "step":
+                    self.tensors[f"{key} in {end}"] = value
+
+    def digest(self, labels: Collection[str] | None = None) -> bytes:
+        """Returns 8 bytes for what has these labels; None means all."""
+        rows = [row for row in self.marks.items() if labels is None or row[0] in labels]
+        return hashlib.sha256(repr(rows).encode()).digest()[:8]
+
+
+def setting_text(value: Any) -> str | None:
+    """Returns an exact text of a setting, equal for equal numbers; None if it has no text."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() == 1 and value.layout is torch.strided and not value.is_meta:
+            return setting_text(value.item())
+        return f"{kind_of(value)} with checksum {checksums([value])[0]:x}"
+    if isinstance(value, Number) and not isinstance(value, (bool, complex)):
+        return repr(float(value))  # type: ignore[arg-type]  # a number of numpy, or an int
+    if value is None or isinstance(value, (bool, complex, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(str(setting_text(one)) for one in value)})"
+    return None
+
+
+def is_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """True for torch's ZeroRedundancyOptimizer, where a rank lacks the state that others have."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(state, torch.Tensor):
-        if state.layout == torch.strided:
-            yield key, state
-    elif isinstance(state, (bool, int, float)):
-        yield key, torch.tensor(state, dtype=torch.float64, device="cpu")
+        yield key, state
+    elif isinstance(state, Number):
+        wide = torch.complex128 if isinstance(state, complex) else torch.float64
+        yield key, torch.tensor(state, dtype=wide, device="cpu")
     elif isinstance(state, (dict, list, tuple)):
         for inner, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from _values(value, f"{key}.{inner}" if key else str(inner))
@@ -211,7 +226,7 @@ def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: 
     found = {digest for takes_part, digest in everyone if takes_part}
     if len(found) > 1:
         _find_difference(held, process_group, when)
-    return "" if held is None else held.digest(held.of_parameters).hex()
+    return "" if held is None else held.digest(held.parameters).hex()
 
 
 def gather_integers(
@@ -245,7 +260,9 @@ def _find_difference(
         if not differ:
             continue
         kinds = {rank: theirs[0] if theirs else "missing" for rank, theirs in marks.items()}
-        if len(set(kinds.values())) > 1:
+        if label.endswith(_STEPPED):  # the gradient itself is gone
+            how = ": it was changed between backward() and step(), or not averaged"
+        elif len(set(kinds.values())) > 1:
             how = f": {kinds[first]} there, {kinds[differ[0]]} on rank {differ[0]}"
         else:
             tensor = None if held is None else held.tensors.get(label)
@@ -265,13 +282,22 @@ def _distance(
     """Returns the largest absolute difference from rank `first`'s values. Collective."""
     rank = dist.get_rank(process_group)
     # Every backend can send pickled objects. They are slow, but the run ends here.
-    values = None if tensor is None else tensor.detach().cpu()
+    values = None if tensor is None else [part.cpu() for part in dense_parts(tensor)]
     sent = [values if rank == first else None]
     dist.broadcast_object_list(sent, group=process_group, group_src=first)
     mine = 0.0
     if rank in differ and values is not None and sent[0] is not None:
-        wide = torch.complex128 if values.is_complex() else torch.float64
-        mine = (values.to(wide) - sent[0].to(wide)).abs().max().item()
+        furthest = [0.0, *map(_furthest, values, sent[0])]
+        mine = (
+            torch.tensor(furthest, dtype=torch.float64, device="cpu").max().item()
+        )  # nan if one is
     # Every rank gets every distance, so that all raise the same text.
     everyone = gather_objects(mine, process_group)
     return math.nan if any(math.isnan(one) for one in everyone) else max(everyone)
+
+
+def _furthest(one: torch.Tensor, other: torch.Tensor) -> float:
+    if one.shape != other.shape:
+        return math.inf  # sparse tensors have other places
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    return (one.to(wide) - other.to(wide)).abs().max().item() if one.numel() else 0.0

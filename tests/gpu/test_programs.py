@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -110,6 +111,7 @@ PROGRAMS = {
     "sync batch norm": {"make": synced},
     "flat SGD": {"optimizer": ddp.SGD},
     "flat AdamW": {"optimizer": ddp.AdamW},
+    "divided SGD": {"optimizer": partial(ddp.SGD, shard="world")},
     "PowerSGD": {"hook": powersgd},
     "PowerSGD, views": {"hook": powersgd, "gradient_as_bucket_view": True},
     "fp16": {"hook": fp16},

@@ -397,3 +397,110 @@ def test_adam_refuses_complex_parameters_at_once_and_later():
     with pytest.raises(ValueError, match="Adam takes no complex parameters"):
         optimizer.add_param_group({"params": complex_.parameters()})
     assert len(optimizer.param_groups) == 1  # no group was added
+
+
+# State that does not fit, and gradients of another dtype ---------------------------------------
+
+
+def small(kind, shard="none", **settings):
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, 0.5)
+    ddp.broadcast_parameters(model)
+    reducer = ddp.Reducer(model)
+    options = {"lr": 0.125, "reducer": reducer, "shard": shard, **settings}
+    return model, getattr(ddp, kind)(model.parameters(), **options)
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("shard", ["none", "node", "world"])
+@on("gloo-2")
+def test_state_that_does_not_fit_is_refused(world, shard):
+    model, optimizer = small("AdamW", shard)
+    step(model, optimizer)
+    whole = optimizer.state_dict()
+    theirs = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    theirs.state[model.weight]["momentum_buffer"] = torch.ones(2, 3)
+    text = "lacks betas, eps: AdamW loads a state_dict\\(\\) of ddp.AdamW or torch.optim.AdamW"
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(theirs.state_dict())
+    for key, value, text in (
+        ("step", None, r"of shape \(2, 3\) has exp_avg, exp_avg_sq and lacks step: load"),
+        ("exp_avg", torch.ones(3, 2), r"exp_avg .* of shape \(2, 3\) has shape \(3, 2\): load"),
+        ("step", torch.ones(2, 3), r"step .* of shape \(2, 3\) has shape \(2, 3\): load the state"),
+    ):
+        broken = copy.deepcopy(whole)
+        broken["state"][0][key] = value
+        if value is None:
+            del broken["state"][0][key]
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(broken)
+    saved = optimizer.state_dict()  # unchanged
+    assert saved["state"][0]["exp_avg"].equal(whole["state"][0]["exp_avg"])
+    assert saved["param_groups"] == whole["param_groups"]
+    step(model, optimizer)
+    # Held, and not loaded.
+    model, optimizer = small("AdamW", shard)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="has momentum_buffer and lacks step, exp_avg, exp_avg_sq"):
+        step(model, optimizer)
+    model, optimizer = small("SGD", shard, momentum=0.5)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones(3, 2)
+    with pytest.raises(ValueError, match=r"momentum_buffer .* has shape \(3, 2\)"):
+        step(model, optimizer)
+
+
+@on("gloo-2")
+def test_older_checkpoints_load(world):
+    """Without settings that torch's classes add, and with a step that is a number."""
+    model, optimizer = small("Adam")
+    step(model, optimizer)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for name in ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused"):
+        saved["param_groups"][0].pop(name, None)
+    saved["state"][0]["step"] = 1
+    optimizer.load_state_dict(saved)
+    step(model, optimizer)
+    assert optimizer.state[model.weight]["step"] == 2
+
+
+def with_dtype(kind, shard="none"):
+    """A model of bfloat16 whose gradients are float32."""
+    torch.manual_seed(0)
+    model = nn.Linear(30, 30, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    if kind is torch.optim.SGD:
+        return model, kind(model.parameters(), lr=0.125, momentum=0.5)
+    options = {"momentum": 0.5} if kind is ddp.SGD else {}
+    reducer = ddp.Reducer(model)
+    return model, kind(model.parameters(), lr=0.125, reducer=reducer, shard=shard, **options)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch lacks grad_dtype")
+@on("gloo-2")
+def test_gradients_of_another_dtype(world):
+    stepped = []
+    for kind in (torch.optim.SGD, ddp.SGD):
+        model, optimizer = with_dtype(kind)
+        for number in range(3):
+            for parameter in model.parameters():
+                values = torch.arange(parameter.numel()).view(parameter.shape)
+                parameter.grad = values * 1.001 + number  # bits that bfloat16 lacks
+            optimizer.step()
+        momentum = optimizer.state[model.weight]["momentum_buffer"]
+        assert momentum.dtype == torch.float32
+        stepped.append((model.weight, model.bias, momentum))
+    assert all(map(torch.equal, *stepped))
+    model, optimizer = with_dtype(ddp.AdamW)
+    model.weight.grad = torch.ones(30, 30)
+    text = "takes gradients of the dtype of their parameter, got torch.float32 for torch.bfloat16"
+    with pytest.raises(RuntimeError, match=text):
+        optimizer.step()
+    for shard in ("node", "world"):
+        with pytest.raises(ValueError, match=r"with gradients of torch\.float32: leave grad_dtype"):
+            with_dtype(ddp.SGD, shard)

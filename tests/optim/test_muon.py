@@ -249,3 +249,47 @@ def test_wrong_settings_and_parameters_are_refused(world):
     table(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(RuntimeError, match="takes no sparse gradients"):
         optimizer.step()
+
+
+@on("gloo-2")
+def test_refuses_settings_that_are_not_those_of_the_other_ranks(world):
+    changes = ["lr", "momentum", "weight_decay", "eps"]
+    for name in changes:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        ddp.broadcast_parameters(model)
+        reducer = ddp.Reducer(model)
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = {"params": [p for p in model.parameters() if p.ndim == 1], "use_muon": False}
+        optimizer = ddp.Muon([{"params": matrices}, others], lr=0.125, reducer=reducer)
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        if world.rank:
+            optimizer.param_groups[name == "eps"][name] = 0.5  # of Muon, or of AdamW
+        model(torch.ones(2, 4)).square().sum().backward()
+        text = rf"rank 0 has lr=0.125.*rank 1 has .*{name}=0.5.*: give the same on all"
+        with pytest.raises(RuntimeError, match=text):
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), before))
+        reducer.remove()
+
+
+@on("gloo-2")
+def test_state_that_does_not_fit_is_refused(world):
+    model = nn.Linear(4, 3)
+    reducer = ddp.Reducer(model)
+    others = {"params": [model.bias], "use_muon": False}
+    optimizer = ddp.Muon([{"params": [model.weight]}, others], lr=0.125, reducer=reducer)
+    saved = optimizer.state_dict()
+    saved["param_groups"][1].pop("betas")
+    with pytest.raises(ValueError, match="lacks betas: groups with use_muon=False are those of"):
+        optimizer.load_state_dict(saved)
+    wrong = r"\(3, 4\) has shape \(4, 3\)"
+    for parameter, text in ((model.weight, wrong), (model.bias, "lacks step")):
+        optimizer.state.clear()
+        key = "momentum_buffer" if parameter is model.weight else "exp_avg"
+        optimizer.state[parameter][key] = torch.ones(4, 3)
+        model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(ValueError, match=text):
+            optimizer.step()
+    reducer.remove()

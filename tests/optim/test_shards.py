@@ -23,7 +23,7 @@ import ddp_from_scratch as ddp
 from ddp_from_scratch.backend import stage
 from ddp_from_scratch.backend.reduction import Reduction
 from ddp_from_scratch.common.errors import NoSharedMemory
-from ddp_from_scratch.common.group import all_gather_single
+from ddp_from_scratch.common.group import all_gather_single, exchange
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.node import shared_memory_group
 from ddp_from_scratch.optim import shards
@@ -105,6 +105,135 @@ def test_refuses_unlike_parameters_and_unlike_steps(world):
         told += r".*lr=0\.2" if changed == {"lr": 0.2} else ""
         with pytest.raises(RuntimeError, match=told):
             step()
+
+
+def divided(world, kind="AdamW", memory=True, tensors=False, **options):
+    """A divided optimizer of two groups in a group of its own, which an error may end."""
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    model = nn.Sequential(nn.Linear(3, 300), nn.Linear(300, 3))
+    ddp.broadcast_parameters(model)
+    named = {"shard": "world"} | {k: options.pop(k) for k in [*options] if k in OF_OPTIMIZER}
+    reducer = ddp.Reducer(model, group, shared_memory=memory, **options)
+    groups = [{"params": layer.parameters(), "lr": 0.125} for layer in model]
+    for group in groups if tensors else ():
+        group["lr"] = torch.tensor(0.125)
+    if kind == "SGD":
+        named["momentum"] = 0.5
+    return model, getattr(ddp, kind)(groups, reducer=reducer, **named), reducer
+
+
+OF_OPTIMIZER = ("shard", "overlap_forward")
+
+
+def at_once(model, optimizer, max_norm=None):
+    optimizer.zero_grad()
+    optimizer.backward_and_step(model(X).sum(), max_norm=max_norm)
+
+
+def in_two(model, optimizer):
+    optimizer.zero_grad()
+    model(X).sum().backward()
+    optimizer.step()
+
+
+# The kind, the change on one rank, and what the error says of it.
+CHANGES = [
+    ("AdamW", {"lr": 0.25}, "with lr=0.125,.*with lr=0.125/0.25,"),
+    ("AdamW", {"weight_decay": 0.5}, "weight_decay=0.01.*weight_decay=0.01/0.5"),
+    ("AdamW", {"betas": (0.5, 0.999)}, r"betas=\(0.9, 0.999\).*/\(0.5, 0.999\)"),
+    ("AdamW", {"eps": 1e-3}, "eps=1e-08.*eps=1e-08/0.001"),
+    ("AdamW", {"maximize": True}, "maximize=False/True"),
+    ("AdamW", {"step": 3}, "of parts"),
+    ("SGD", {"momentum": 0.25}, "momentum=0.5.*momentum=0.5/0.25"),
+    ("SGD", {"nesterov": True}, "nesterov=False/True"),
+    ("SGD", {"dampening": 0.5}, "dampening=0.0/0.5"),
+]
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["shared memory", "messages"])
+@on("gloo-2")
+def test_refuses_settings_that_are_not_those_of_the_other_ranks(world, memory):
+    for number, (kind, change, text) in enumerate(CHANGES):
+        overlap = number % 3 == 2
+        step = at_once if number % 2 else in_two
+        model, optimizer, reducer = divided(world, kind, memory, overlap_forward=overlap)
+        step(model, optimizer)
+        if world.rank:
+            optimizer.param_groups[1].update(change)
+            if "step" in change:
+                optimizer.state[model[0].weight]["step"] += 1
+        steps = [step] * (1 + overlap)  # with overlap in the next step
+        with pytest.raises(RuntimeError, match=text):
+            [each(model, optimizer) for each in steps]
+        reducer.remove()
+
+
+def settings_differ_on(world):
+    model, optimizer, reducer = divided(world)
+    at_once(model, optimizer, max_norm=1.0)
+    optimizer.param_groups[0]["lr"] = 0.25 - 0.125 * (world.rank == 1)
+    with pytest.raises(RuntimeError, match=r"different operations.*lr=0\.25.*lr=0\.125"):
+        at_once(model, optimizer, max_norm=1.0)
+    reducer.remove()
+
+
+@pytest.mark.parametrize("crew", [slow("mpi-2"), "gloo-3"], indirect=True)
+def test_refuses_a_rate_that_is_not_that_of_the_other_ranks(crew):
+    crew(settings_differ_on)
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["shared memory", "messages"])
+@on("gloo-2")
+def test_settings_that_change_on_all_ranks_cost_nothing(world, memory):
+    """Also numbers of other types, and a rate in a tensor that changes in place."""
+    model, optimizer, reducer = divided(world, "SGD", memory, tensors=True)
+    twin, plain, beside = divided(world, "SGD", memory, shard="none")
+    twin.load_state_dict(model.state_dict())
+    compared = patch.object(shards, "gather_objects", side_effect=AssertionError)
+    # A bucket of its own message, and one with which the checksum travels.
+    for worth in (0, shards._WORTH_A_MESSAGE):
+        with compared, patch.object(shards, "_WORTH_A_MESSAGE", worth):
+            for step in range(3):
+                for group, other in zip(optimizer.param_groups, plain.param_groups, strict=True):
+                    group["lr"].mul_(0.5)
+                    group["momentum"] = torch.tensor(0.25) if world.rank else 0.25
+                    other.update(lr=group["lr"].item(), momentum=0.25)
+                (at_once if step % 2 else in_two)(model, optimizer)
+                (at_once if step % 2 else in_two)(twin, plain)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    reducer.remove(), beside.remove()
+
+
+def changes_a_gradient(world, shard):
+    for program in ("on one rank", "on all ranks", "not averaged"):
+        model, optimizer, reducer = divided(world, "SGD", shard=shard, check_every=3)
+        optimizer.param_groups[1]["lr"] = 0.25
+        for step in range(3):
+            optimizer.zero_grad()
+            refused = pytest.raises(RuntimeError, match=CHANGED)
+            with refused if step == 2 and program != "on all ranks" else nullcontext():
+                model(X * (1 + world.rank)).sum().backward()
+            if step == 1 and program == "not averaged":
+                optimizer.zero_grad()
+                with reducer.no_sync():
+                    model(X * (1 + world.rank)).sum().backward()
+            elif step == 1 and (world.rank or program == "on all ranks"):
+                model[0].weight.grad.zero_()
+            if step < 2:
+                optimizer.step()
+        reducer.remove()
+
+
+CHANGED = (
+    r"average 3: the gradient of 0.weight in the last step of the optimizer is not the same .*: "
+    r"\[1\] differ from rank 0: it was changed between backward\(\) and step\(\), or not averaged$"
+)
+
+
+@each_shard
+@pytest.mark.parametrize("crew", ["gloo-2", slow("mpi-2")], indirect=True)
+def test_a_check_finds_a_gradient_that_one_rank_has_changed(crew, shard):
+    crew(changes_a_gradient, shard)
 
 
 @each_shard
@@ -564,6 +693,23 @@ class LateGather:
         self.whole.copy_(self.arrives)
 
 
+def LateExchange(group, sent, received):
+    """Messages that only arrive when somebody waits for them."""
+    arrived = [torch.empty_like(tensor) for tensor in received]
+    for work in exchange(group, sent, arrived):
+        work.wait()
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    return [LateMessage(received[rank], arrived[rank]) for rank in others]
+
+
+class LateMessage:
+    def __init__(self, target, arrived):
+        self.target, self.arrived = target, arrived
+
+    def wait(self):
+        self.target.copy_(self.arrived)
+
+
 @on("gloo-2")
 def test_forward_waits_for_the_parameters_that_it_reads(world):
     def run(parts, compiled=False, **options):
@@ -596,6 +742,111 @@ def test_forward_waits_for_the_parameters_that_it_reads(world):
             torch.testing.assert_close(one, other)
     with pytest.raises(ValueError, match='overlap_forward=True needs shard="world", got "node"'):
         linear(settings={"lr": 0.1, "overlap_forward": True})
+
+
+class Fused(nn.Module):
+    """Reads its children's parameters in every way, by the name of a way."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k = (nn.Linear(4, 4, bias=False) for _ in "qk")
+        self.tied = self.q
+        nn.utils.parametrizations.weight_norm(self.k)
+        self.recurrent = nn.LSTM(4, 4)
+        self.kept = {"in a dict": [self.q.weight]}
+        self.way = "calls"
+
+    def forward(self, x):
+        if self.way == "calls":
+            return self.recurrent(self.q(x) + self.k(x))[0]
+        return READS[self.way](self, x)
+
+
+def substituted(model, x):
+    return torch.func.functional_call(model.q, dict(model.q.named_parameters()), x)
+
+
+def mapped(model, x):
+    return torch.vmap(model.q)(x)
+
+
+def of_a_hook(model, x):
+    handle = model.q.register_forward_hook(lambda q, inputs, output: output @ model.k.weight)
+    output = model.q(x)
+    handle.remove()
+    return output
+
+
+def recomputed(model, x):
+    return torch.utils.checkpoint.checkpoint(lambda x: x @ model.q.weight, x, use_reentrant=False)
+
+
+READS = {
+    "children": lambda model, x: x @ (model.q.weight + model.k.weight),
+    "a tied one": lambda model, x: x @ model.tied.weight,
+    "kept": lambda model, x: x @ model.kept["in a dict"][0],
+    "recurrent": lambda model, x: model.recurrent(x)[0],
+    "its list": lambda model, x: x @ model.recurrent.all_weights[0][0][:4],
+    "parameters": lambda model, x: x * torch.cat([p.flatten() for p in model.parameters()]).sum(),
+    "by name": lambda model, x: x @ model.get_parameter("q.weight"),
+    "a parametrization": lambda model, x: model.k(x),
+    "substituted": substituted,
+    "mapped": mapped,
+    "a hook": of_a_hook,
+    "recomputed": recomputed,
+    "compiled": lambda model, x: torch.compile(lambda x: x @ model.q.weight, backend="eager")(x),
+    "a copy": lambda model, x: copy.deepcopy(model.q)(x),
+}
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["shared memory", "messages"])
+@on("gloo-2")
+def test_whoever_reads_a_parameter_waits_for_it(world, memory):
+    """In training all modules are called; an evaluation on each rank alone then reads otherwise."""
+    model = Fused()
+    reducer = ddp.Reducer(model, bucket_cap_mb=0, shared_memory=memory)
+    options = {"lr": 0.5, "shard": "world", "overlap_forward": True, "reducer": reducer}
+    optimizer = ddp.SGD(model.parameters(), **options)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    late = patch.object(shards, "all_gather_single", LateGather)
+    late = late if memory else patch.object(shards, "exchange", LateExchange)
+    with late:
+        for way, read in READS.items():
+            model.way = "calls"
+            optimizer.zero_grad()
+            optimizer.backward_and_step(model(x).square().sum() * (1 + world.rank))
+            model.way = way
+            with nullcontext() if way == "recomputed" else torch.no_grad():
+                # Within a forward pass, or not.
+                within = world.rank == 0 or way == "kept"
+                first = model(x) if within else read(model, x)
+                # What nobody reads is still on its way.
+                assert optimizer._shards._arriving or way in ("parameters", "compiled"), way
+                optimizer.synchronize()
+                assert first.equal(read(model, x)), way
+        model.way = "calls"
+        optimizer.backward_and_step(model(x).square().sum())
+        with torch.no_grad():
+            model.q.weight.fill_(3)  # a write waits, too, and is not lost
+            optimizer.synchronize()
+            assert model.q.weight.eq(3).all()
+    reducer.remove()
+
+
+@on("gloo-2")
+def test_a_change_of_the_module_is_still_noticed(world):
+    for change in ("before", "after"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        reducer = ddp.Reducer(model)
+        if change == "before":
+            model[0].register_parameter("more", nn.Parameter(torch.ones(1)))
+        parameters = reducer.parameters
+        ddp.SGD(parameters, lr=0.1, reducer=reducer, shard="world", overlap_forward=True)
+        if change == "after":
+            model[0].register_parameter("more", nn.Parameter(torch.ones(1)))
+        with pytest.raises(RuntimeError, match=r"parameter 0\.more was added"):
+            model(X)
 
 
 @on("gloo-2")

@@ -9,7 +9,7 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer, check_sync
-from ddp_from_scratch.sync.check_sync import checksums
+from ddp_from_scratch.sync.checksums import checksums, kind_of
 from tests.support.refusal import text_of
 from tests.support.terms import recorded
 from tests.support.tiers import slow
@@ -35,6 +35,63 @@ def test_checksums_of_every_dtype_and_shape():
     first, *others, other = checksums([values, laid_out, transposed, values.flip(0)])
     assert others == [first, first]
     assert other != first
+
+
+def quantised(values):
+    return torch.quantize_per_tensor(values, 0.5, 3, torch.qint8)
+
+
+def by_channel(values):
+    scales, zeros = torch.tensor([0.5, 1.0]), torch.tensor([0, 1])
+    return torch.quantize_per_channel(values, scales, zeros, 0, torch.quint8)
+
+
+KINDS = {
+    "quantised": quantised,
+    "by channel": by_channel,
+    "frozen": lambda values: nn.Parameter(quantised(values), requires_grad=False),
+    "coo": lambda values: values.to_sparse(),
+    "csr": lambda values: values.to_sparse_csr(),
+    "csc": lambda values: values.to_sparse_csc(),
+    "bsr": lambda values: values.to_sparse_bsr((1, 2)),
+    "mkldnn": lambda values: values.to_mkldnn(),
+    "nested": lambda values: torch.nested.nested_tensor([values[0], values[1, :2]]),
+    "jagged": lambda values: torch.nested.nested_tensor([*values], layout=torch.jagged),
+    "negated": lambda values: torch.complex(values, values).conj().imag,
+    "conjugated": lambda values: torch.complex(values, values).conj(),
+    "half complex": lambda values: torch.complex(values, values).to(torch.complex32),
+    "unsigned": lambda values: values.to(torch.uint16),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # some kinds are prototypes
+@pytest.mark.parametrize("kind", KINDS)
+def test_checksums_of_every_kind_of_tensor(kind):
+    values = torch.arange(8.0).view(2, 4)
+    changed = values.clone()
+    changed[1, 1] = 2.0
+    make = KINDS[kind]
+    first, again, other = checksums([make(values), make(values), make(changed)])
+    assert first == again != other
+    assert kind_of(make(values)) == kind_of(make(changed))
+
+
+def test_scales_and_places_are_part_of_a_checksum():
+    ones = torch.ones(3)
+    half = torch.quantize_per_tensor(ones * 0.5, 0.25, 3, torch.qint8)
+    assert torch.equal(half.int_repr(), quantised(ones).int_repr())
+    sparse = [torch.zeros(3).index_fill(0, torch.tensor(n), 1.0).to_sparse() for n in (0, 2)]
+    found = checksums([quantised(ones), half, *sparse])
+    assert len(set(found)) == 4
+
+
+def test_tensors_without_data_have_no_checksum():
+    lazy = nn.parameter.UninitializedParameter()
+    assert checksums([torch.ones(2, device="meta"), lazy, torch.ones(0)]) == [0, 0, 0]
+    assert [kind_of(lazy), kind_of(torch.ones(2).to_sparse())] == [
+        "torch.float32, lazy",
+        "torch.float32 (2,), torch.sparse_coo",
+    ]
 
 
 def test_one_bit_anywhere_changes_the_checksum():
@@ -72,6 +129,22 @@ def extra(here):
     here.layers.register_parameter("extra", nn.Parameter(torch.tensor(1.0)))
 
 
+def more_state(here):
+    here.weight["more"] = torch.ones(1)
+
+
+def no_state(here):
+    here.first.state[here.layers[1].bias].clear()
+
+
+def sparse(here):
+    here.weight["sparse"].values().add_(3)
+
+
+def settings(here):
+    here.first.param_groups[0].update(lr=0.5, momentum=0.25)
+
+
 def step_and_parameter(here):
     here.bias["step"].add_(3)
     here.layers[2].bias.fill_(7)
@@ -80,6 +153,8 @@ def step_and_parameter(here):
 OF = " in the state of the optimizer for parameter"
 SHARD = "shard in the state of optimizer 2 for parameter 0.bias"
 ONE, TWO = ("[1] differ from rank 0 by up to ", "[2] differ from rank 0 by up to ")
+FIRST, BOTH = "[1] differ from rank 0", "[1, 2] differ from rank 0"
+KEYS = "list.0, deep.n, deep.yes, sparse"
 ALONE = "[1] differ from rank 0: missing there, "
 # The rank that differs, in what, how the error names it, and who differs from whom by how much.
 DIFFERENCES = [
@@ -94,18 +169,23 @@ DIFFERENCES = [
     (1, lambda here: here.weight["deep"].update(n=4), f"deep.n{OF} 0.weight", ONE + "3"),
     (1, lambda here: here.weight["list"][0].imag.add_(2), f"list.0{OF} 0.weight", ONE + "2"),
     (2, lambda here: here.shard["shard"].zero_(), SHARD, "[2] differ from rank 1 by up to 1"),
+    (1, sparse, f"sparse{OF} 0.weight", ONE + "3"),
+    (1, more_state, OF[4:] + " 0.weight", f"{FIRST}: {KEYS} there, {KEYS}, more on rank 1"),
+    (0, no_state, OF[4:] + " 1.bias", f"{BOTH}: nothing there, moment, step on rank 1"),
+    (1, settings, "lr of the optimizer", f"{FIRST}: 1.0 there, 0.5 on rank 1"),
 ]
 
 
 def differing(world, odd, change, label):
-    """Two optimizers have states of every kind; of the second one's, sharded, rank 0 has none."""
+    """Two optimizers have states of every kind; the second one, sharded, has one on ranks 1, 2."""
     layers = model()
-    first, second = (torch.optim.SGD(layers.parameters(), 1.0) for _ in "12")
+    first = torch.optim.SGD(layers.parameters(), 1.0)
+    second = torch.optim.SGD([layers[0].bias if world.rank else layers[0].weight], 1.0)
     weight = first.state[layers[0].weight] = {
         "list": [torch.ones(3, dtype=torch.complex64), None],
         "text": object(),
         "deep": {"n": 1, "yes": True},
-        "sparse": torch.full((2,), float(world.rank)).to_sparse(),
+        "sparse": torch.ones(2).to_sparse().coalesce(),
     }
     bias = first.state[layers[1].bias] = {"moment": torch.ones(2), "step": torch.tensor(3.0)}
     shard = {"shard": torch.ones(2)}
@@ -115,10 +195,12 @@ def differing(world, odd, change, label):
     assert held == check_sync(layers, optimizers=[first, second])
     if world.rank == odd:
         with torch.no_grad():
-            change(SimpleNamespace(layers=layers, weight=weight, bias=bias, shard=shard))
+            state = {"weight": weight, "bias": bias, "shard": shard}
+            change(SimpleNamespace(layers=layers, first=first, **state))
     told = text_of(RuntimeError, check_sync, layers, optimizers=[first, second])
-    ignored = [label.split()[-1], "1.bias"]
-    check_sync(layers, optimizers=[first, second], ignore=ignored)
+    if "lr" not in label:
+        ignored = [label.split()[-1], "1.bias"]
+        check_sync(layers, optimizers=[first, second], ignore=ignored)
     if "state" in label:
         assert check_sync(layers) == held
     return told

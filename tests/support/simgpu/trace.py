@@ -134,6 +134,7 @@ EXPECTED_WAITS = {
     "common/group.py": "ranks that compare their modules",
     "options/finite.py": "check_finite",
     "sync/check_sync.py": "check_every, and once in the first average",
+    "sync/checksums.py": "the same",
     "watch/stragglers.py": "a report of stragglers",
 }
 
