@@ -109,14 +109,14 @@ def is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copies each source to its target, in one call if possible."""
-    try:
-        torch._foreach_copy_(targets, sources)
-    except RuntimeError:
-        # That call takes no lazily conjugated or negated tensor, such as a gradient of `w.conj()`.
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
+def copy_one_by_one(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source to its target.
+
+    `torch._foreach_copy_` takes no lazy tensor, such as the gradient of a parameter whose conjugate
+    is used.
+    """
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.memory import (
     as_real,
-    copy_each,
+    copy_one_by_one,
     dense_strides,
     grad_dtype,
     in_huge_pages,
@@ -213,7 +213,10 @@ class Bucket:
             if self._on_gpu:
                 windows, sources = self._copy_strided(windows, sources)
             if windows:
-                copy_each(windows, sources)
+                try:
+                    torch._foreach_copy_(windows, sources)
+                except RuntimeError:
+                    copy_one_by_one(windows, sources)
             if scale != 1:
                 self.flat.mul_(scale)
         else:
@@ -315,7 +318,10 @@ class Bucket:
             if self._on_gpu:
                 gradients, windows = self._copy_strided(gradients, windows)
             if gradients:
-                copy_each(gradients, windows)
+                try:
+                    torch._foreach_copy_(gradients, windows)
+                except RuntimeError:
+                    copy_one_by_one(gradients, windows)
         self.reset()
 
     def reset(self) -> None:

@@ -206,7 +206,8 @@ def test_settings_that_change_on_all_ranks_cost_nothing(world, memory):
 
 def changes_a_gradient(world, shard):
     for program in ("on one rank", "on all ranks", "not averaged"):
-        model, optimizer, reducer = divided(world, "SGD", shard=shard, check_every=3)
+        options = {"check_every": 3, "local_steps": program == "not averaged"}
+        model, optimizer, reducer = divided(world, "SGD", shard=shard, **options)
         optimizer.param_groups[1]["lr"] = 0.25
         for step in range(3):
             optimizer.zero_grad()
