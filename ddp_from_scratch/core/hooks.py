@@ -131,6 +131,14 @@ def _remove_all(handles: Iterable[Handle]) -> None:
         _ours.discard(handle.id)
 
 
+def nothing() -> tuple[Any, ...]:
+    """What a hook is reduced to: a function that does nothing.
+
+    It can be loaded where this package is not installed.
+    """
+    return getattr, (nullcontext(), "__exit__")
+
+
 class ModuleHook:
     """Calls a Reducer's extensions around a forward pass. A copy of the module has no such hook."""
 
@@ -144,9 +152,7 @@ class ModuleHook:
                 call(*outputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Only where `_HookTable` is not the table: a function that does nothing, which can be
-        # loaded where this package is not installed.
-        return getattr, (nullcontext(), "__exit__")
+        return nothing()  # only where `_HookTable` is not the table
 
 
 class _HookTable(OrderedDict[int, Any]):

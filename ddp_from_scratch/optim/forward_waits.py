@@ -2,10 +2,11 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import NoneType
 from typing import Any
 
 import torch
+
+from ddp_from_scratch.core.hooks import nothing
 
 Wait = Callable[[Iterable[torch.Tensor] | None], None]
 
@@ -108,9 +109,8 @@ class _Table(dict[str, torch.nn.Parameter | None]):
 class _Hook:
     """A module's hook, which keeps no optimizer alive. In a copy of the module it does nothing."""
 
-    def __init__(self, waits: ForwardWaits | None = None, method: str = "") -> None:
-        self._waits: Callable[[], ForwardWaits | None]
-        self._waits = NoneType if waits is None else weakref.ref(waits)
+    def __init__(self, waits: ForwardWaits, method: str) -> None:
+        self._waits = weakref.ref(waits)
         self._method = method
 
     def __call__(self, module: torch.nn.Module, *_: object) -> None:
@@ -119,8 +119,8 @@ class _Hook:
             method = "before_state" if torch.compiler.is_compiling() else self._method
             _untraced(getattr(ForwardWaits, method))(waits, module)
 
-    def __reduce__(self) -> "tuple[type[_Hook], tuple[()]]":
-        return _Hook, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return nothing()
 
 
 def _untraced(function: Callable[..., None]) -> Callable[..., None]:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd
+from torch.distributed import rpc
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import stateless
 
@@ -31,7 +33,7 @@ from ddp_from_scratch.sync.check_sync import (
 
 # Mapped over all parameters before every forward pass, so they must not be Python functions.
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
-_traits = attrgetter("dtype", "device")
+_traits = attrgetter("dtype", "device", "grad_dtype")
 _OFTEN = 10  # expensive checks run in each of the first 10 forward passes, then in every tenth
 # Both put other tensors in the place of a module's parameters, until the call returns.
 _SUBSTITUTES = {
@@ -101,6 +103,12 @@ class Checks(Extension):
                 )
             look_for_layers(reducer)
         self.check_complete()
+        if self._forwards % _OFTEN == 1 and _in_distributed_autograd():
+            raise RuntimeError(
+                f"a forward pass on rank {reducer.rank} runs inside "
+                f"torch.distributed.autograd.context(), whose backward() leaves .grad alone, so "
+                f"nothing would be averaged: call loss.backward() outside of it"
+            )
         if self._watches_writes and all_of_it:
             self._before = [*map(_version, self._versioned.values())]
 
@@ -209,6 +217,16 @@ class _FirstAverage(Extension):
         else:
             drift.attach(reducer)
         return drift.on_all_launched()
+
+
+def _in_distributed_autograd() -> bool:
+    if not (rpc.is_available() and rpc.api._is_current_rpc_agent_set()):
+        return False
+    try:
+        torch.distributed.autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
 
 
 def sync_batch_norms(module: torch.nn.Module) -> list[_BatchNorm]:
@@ -333,8 +351,9 @@ class ModuleSnapshot:
     def _other_traits(self) -> Difference | None:
         for (name, parameter), before in zip(self.parameters.items(), self._traits, strict=True):
             if (after := _traits(parameter)) != before:
-                dtype, device = after
-                return Difference(f"parameter {name} became {dtype} on {device}", AGAIN)
+                dtype, device, of_gradient = after
+                end = "" if of_gradient == dtype else f" with gradients of {of_gradient}"
+                return Difference(f"parameter {name} became {dtype} on {device}{end}", AGAIN)
         return None
 
     def _other_requires_grad(self, may_freeze: bool) -> Difference | None:

@@ -54,7 +54,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         delay_all_reduce_named_params, param_to_hook_all_reduce: only None.
         lazy_bucket_allocation: only False; buckets keep their memory.
         check_every, stall_after, straggler_every, shared_memory, fuse_wgrad, reduce,
-            check_first_average: not in torch; as `Reducer`.
+            check_first_average, local_steps: not in torch; as `Reducer`.
 
     Attributes:
         module: the wrapped module.
@@ -97,6 +97,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         fuse_wgrad: bool = False,
         reduce: Literal["mean", "sum"] = "mean",
         check_first_average: bool = True,
+        local_steps: bool = False,
     ) -> None:
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -158,6 +159,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "fuse_wgrad": fuse_wgrad,
             "reduce": reduce,
             "check_first_average": check_first_average,
+            "local_steps": local_steps,
         }
         if init_sync:
             # `forward_sync_buffers` applies only to forward passes; construction sends buffers.

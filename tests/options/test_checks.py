@@ -6,13 +6,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.autograd
 from torch import nn
+from torch.distributed import rpc
 from torch.func import functional_call
 from torch.nn.utils import parametrize, prune, stateless
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
 from tests.support.on_ranks import on
+from tests.support.refusal import text_of
+from tests.support.terms import Terms, own
 
 
 def agree(model):
@@ -290,3 +294,31 @@ def test_the_default_device_is_the_programs_own(world):
                     model(x).sum().backward()
     for model in models:
         agree(model)
+
+
+def inside_distributed_autograd(world, folder):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/rank{world.rank}")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        model = Terms(2)
+        ddp.Reducer(model)
+        model(own(world)).backward()
+        with torch.distributed.autograd.context():
+            return text_of(RuntimeError, lambda: [model(1.0) for _ in range(10)])
+    finally:
+        rpc.shutdown()
+
+
+def test_distributed_autograd_is_refused(ranks, tmp_path):
+    """Its backward pass leaves `.grad` alone, so no hook of ours would run."""
+    for text in ranks("gloo", 2, fresh=True)(inside_distributed_autograd, str(tmp_path)):
+        assert "torch.distributed.autograd.context()" in text
+
+
+@on("gloo-2")
+def test_another_grad_dtype_is_noticed(world):
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    ddp.Reducer(model)
+    model.weight.grad_dtype = torch.float32
+    text = text_of(RuntimeError, model, torch.ones(2, 2, dtype=torch.bfloat16))
+    assert "parameter weight became torch.bfloat16 on cpu with gradients of torch.float32" in text
