@@ -351,6 +351,7 @@ class Reducer(CoreReducer):
         if self.joining or current_pass() != -1:
             where = "join()" if self.joining else "a backward pass"
             raise RuntimeError(f"average_gradients() cannot be used inside {where}")
+        self.check_complete()
         self.average_now()
 
     # Weights ------------------------------------------------------------------------------------
