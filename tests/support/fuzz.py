@@ -346,6 +346,7 @@ def gpu_cases(world_size: int) -> Any:
         shard = "world" if case.shard == "node" else case.shard
         optimizer = "SGD" if case.optimizer == "Muon" else case.optimizer
         options = {"fuse_wgrad": False, "divided": False, "shard": shard, "optimizer": optimizer}
+
         # Settings of one rank are not compared, and buffers not at once.
         def compared(op: Any) -> bool:
             return not (isinstance(op, Grow) or (isinstance(op, Set) and op.rank is not None))

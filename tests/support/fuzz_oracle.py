@@ -385,7 +385,7 @@ class Oracle:
         if local:
             return Expected(may=may)
         # A rank with a second gradient says that instead, and is not compared.
-        wrong = {r: f"{NOT_STATIC}|{SECOND}" for r in self._not_static(times)}
+        wrong = dict.fromkeys(self._not_static(times), f"{NOT_STATIC}|{SECOND}")
         errors = self._errors_of_all() if averages else []
         if errors:
             return self._everyone("|".join([*errors, *wrong.values(), *[SECOND] * overlapping]))
