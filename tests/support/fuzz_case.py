@@ -813,7 +813,8 @@ def _trains_on(world: Any, case: Case, model: Net) -> bool:
     for _ in range(2):
         for op in (Zero(), Forward((case.everything,) * case.world_size), Backward()):
             player.play(0, op)
-        gradients.append([p.grad for p in player.parameters if p.grad is not None])
+        found = [p.grad for p in player.parameters if p.grad is not None]
+        gradients.append([gradient.resolve_conj() for gradient in found])
         reducer.remove()
     for gradient in gradients[1]:
         gradient /= world.world_size
