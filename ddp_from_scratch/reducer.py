@@ -343,8 +343,9 @@ class Reducer(CoreReducer):
 
         Raises:
             RuntimeError: this is inside a backward pass or `join()`; the last backward pass was
-                interrupted; a parameter has no gradient (on the rank that lacks it, after the
-                average); or the Reducer has virtual ranks.
+                interrupted; a parameter has no gradient, or with `static_graph` has one that no
+                rank had in the first average (on the rank concerned, after the average); the ranks'
+                buffers differ; or the Reducer has virtual ranks.
         """
         self.check_current()
         self.check_free("average_gradients()")

@@ -44,6 +44,7 @@ class CoreReducer(Extensible):
         all_buckets, flat_buckets: in launch order; the second leaves out those that lie apart.
         pass_number: autograd's number of the current backward pass; IDLE without one.
         broken_off: True if an exception has ended that pass, so autograd never runs its callback.
+        by_hand: True while `average_now` averages, without a backward pass.
         needs_each: True if autograd must call for each gradient: a pass may end before all of them.
         drops_at_once: True if a step that is dropped does not wait for what is in flight.
         next_bucket: every bucket before this index has been launched.
@@ -81,6 +82,7 @@ class CoreReducer(Extensible):
         self.keeps_layout: bool = False
         self.may_be_unused: bool = False
         self.needs_each: bool = False
+        self.by_hand: bool = False
         self.drops_at_once: bool = False
         # Parameters that have got a gradient under `no_sync()` since the last average.
         self.local: set[int] = set()
@@ -340,11 +342,8 @@ class CoreReducer(Extensible):
             call(number)
 
     @torch.no_grad()
-    def finish(self, takes_part: bool = True, is_pass: bool = True) -> RuntimeError | None:
-        """Waits for all buckets, and unpacks them if this rank takes part; returns its error.
-
-        `is_pass`: the gradients came from a backward pass, whose counts are checked.
-        """
+    def finish(self, takes_part: bool = True) -> RuntimeError | None:
+        """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
         has_data, (error, self._error) = takes_part, (self._error, None)
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         for call in self.calls["on_all_launched"]:
@@ -369,8 +368,10 @@ class CoreReducer(Extensible):
             self._agree_on_order()
         for call in self.calls["on_average"]:
             call(self.iteration, takes_part)
-        for call in self.calls["error"] if has_data and is_pass else ():
-            error = error or call()
+        # All are called, since each forgets what belongs to this average; the first error counts.
+        for call in self.calls["error"] if has_data else ():
+            found = call()
+            error = found if error is None else error
         return error
 
     def _wait(self, bucket: Bucket) -> None:
@@ -418,8 +419,12 @@ class CoreReducer(Extensible):
                 f"no gradient to average on rank {self.rank} for: {shortened(without)}. Every "
                 f"parameter needs one, unless the Reducer has find_unused_parameters=True"
             )
-        if self.launch_rest() and (error := self.finish(is_pass=False)) is not None:
-            raise error
+        self.by_hand = True
+        try:
+            if self.launch_rest() and (error := self.finish()) is not None:
+                raise error
+        finally:
+            self.by_hand = False
 
     def abort_step(self) -> None:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""

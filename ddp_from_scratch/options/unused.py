@@ -221,6 +221,9 @@ class Unused(Extension):
     def error(self) -> RuntimeError | None:
         if not self.is_static:
             return None
+        reducer: CoreReducer = self._of()
+        if reducer.by_hand:
+            return self._error_by_hand(reducer)
         now, self._counted = self._counted, Counter()
         then = self._expected = now if self._expected is None else self._expected
         differences = {i: (now[i], then[i]) for i in range(self._count) if now[i] != then[i]}
@@ -228,11 +231,20 @@ class Unused(Extension):
         differences |= dict.fromkeys(unforeseen, (1, 0))
         if not differences:
             return None
-        reducer: CoreReducer = self._of()
         counts = [f"{reducer.names[i]} {n} instead of {t}" for i, (n, t) in differences.items()]
         return RuntimeError(
             f"static_graph=True, but this backward pass on rank {reducer.rank} differs from the "
             f"first in its numbers of gradients: {shortened(counts)}"
+        )
+
+    def _error_by_hand(self, reducer: CoreReducer) -> RuntimeError | None:
+        if not self._unforeseen:
+            return None
+        names = [reducer.names[index] for index in sorted(self._unforeseen)]
+        return RuntimeError(
+            f"static_graph=True, but average_gradients() on rank {reducer.rank} found gradients "
+            f"that no rank had in the first average: {shortened(names)}. These stay local: give "
+            f"all parameters a gradient in the first average, or leave static_graph out"
         )
 
     def on_abort(self) -> None:

@@ -3,6 +3,7 @@
 Rank r contributes n (r + 1) with n the world size: every average is exact, and no summand is it.
 """
 
+import math
 import re
 import warnings
 from contextlib import nullcontext
@@ -591,6 +592,41 @@ def test_average_gradients_names_a_parameter_without_one(world):
         if find_unused:
             assert model.p0.grad.tolist() == [mean(world)] * 2
             assert model.p1.grad is None
+
+
+@on("pair")
+def test_average_gradients_raises_what_backward_does(world):
+    """For buffers that differ, and for a gradient that is new in a static graph."""
+    model = Terms(2, 3)
+    model.register_buffer("mask", torch.ones(2))
+    reducer = Reducer(model, static_graph=True, broadcast_buffers=True)
+    model(own(world), use=[0]).backward()
+    if world.rank:
+        model.mask = torch.ones(5)
+    with pytest.raises(RuntimeError, match=r"mask: shape \(2,\).*mask: shape \(5,\)"):
+        reducer.average_gradients()
+    model.mask = torch.ones(2)
+    model.zero_grad()
+    with reducer.no_sync():
+        model(own(world), use=[0, 1]).backward()
+    text = rf"average_gradients\(\) on rank {world.rank} found gradients .*first average: p1\. "
+    with pytest.raises(RuntimeError, match=text):
+        reducer.average_gradients()
+    model.zero_grad()
+    model(own(world), use=[0]).backward()
+    assert model.p0.grad.tolist() == [mean(world)] * 2
+
+
+@on("pair")
+def test_a_static_graph_goes_on_after_another_error(world):
+    model = Terms(2, 3)
+    reducer = Reducer(model, static_graph=True, check_finite=True)
+    for step in range(4):
+        model.zero_grad()
+        is_finite = step % 2 == 0
+        with nullcontext() if is_finite else pytest.raises(RuntimeError, match="not finite"):
+            model(own(world) if is_finite else math.inf).backward()
+    assert reducer.iteration == 4
 
 
 def in_backward(model, reducer):

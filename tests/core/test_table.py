@@ -10,16 +10,21 @@ import pytest
 from tests.support.fuzz import check, steps_with_averages, with_all_ranks
 from tests.support.fuzz_case import (
     Again,
+    Average,
     Backward,
     BackwardAndStep,
     Case,
+    Differentiate,
     Evaluate,
     Forward,
     Freeze,
+    Grow,
     Join,
     KeepViews,
     Move,
     Parameter,
+    Second,
+    Set,
     Step,
     Transform,
     Weigh,
@@ -31,6 +36,11 @@ from tests.support.tiers import spread
 
 def all_use(*branches: int, no_sync: bool = False) -> Forward:
     return Forward((branches,), no_sync)
+
+
+def without(*absent: tuple[int, ...]) -> Forward:
+    """With undefined gradients of these parameters, on each rank."""
+    return Forward(((0, 1),), absent=absent)
 
 
 def program(*operations: Any, **settings: Any) -> Case:
@@ -46,7 +56,7 @@ def on_ranks(case: Case, size: int) -> Case:
     operations = []
     for op in case.operations:
         if isinstance(op, Forward):
-            op = replace(op, use=each(op.use))
+            op = replace(op, use=each(op.use), absent=each(op.absent))
         elif isinstance(op, Weigh):
             op = replace(op, amounts=each(op.amounts))
         elif isinstance(op, Join):
@@ -97,6 +107,61 @@ PROGRAMS = {
         *(*STEP, *LOCAL, *STEP),
         parameters=tuple(Parameter(1 + i % 3, dtype) for i, dtype in enumerate(2 * DTYPES)),
         branches=(tuple(range(5)), tuple(range(5, 10))),
+    ),
+    "a lazy conjugate, a gradient of another dtype": program(
+        *(*STEP, *LOCAL, *STEP, ALL, Backward(keep=True), *END),
+        parameters=(
+            *(Parameter(2, "complex64", kind="conjugated"), Parameter(3)),
+            *(Parameter(1, "bfloat16", kind="precise"), Parameter(2, "bfloat16")),
+        ),
+        branches=((0, 1), (2, 3)),
+        momentum=0.9,
+    ),
+    "undefined gradients": program(
+        *(*STEP, without((0,)), *END, without((), (0, 2)), *END, *LOCAL, without((0, 1, 2)), *END),
+        *(without((1,), (2,)), Backward(no_sync=True), *STEP),
+    ),
+    "undefined gradients, unused": program(
+        *(*STEP, without((0,)), *END, without((), (0, 2)), *END, *LOCAL, without((0, 1, 2)), *END),
+        *(without((1,), (2,)), Backward(no_sync=True), OTHERS, *END),
+        **UNUSED,
+    ),
+    "undefined gradients, static": program(
+        *(*STEP, without((0,)), *END, without((), (0, 2)), *END, *LOCAL, without((0, 1, 2)), *END),
+        **STATIC,
+    ),
+    "autograd.grad, then averaged": program(
+        *(ALL, Differentiate(), Average(), Step(), Zero()) * 2,
+        *(*STEP, *LOCAL, ALL, Differentiate(), Average(), Step(), Zero(), *STEP),
+    ),
+    "averaged after local passes": program(
+        *(*LOCAL, Average(), Step(), Zero(), *LOCAL, *LOCAL, Average(), Step(), Zero(), *STEP)
+    ),
+    "averaged without a pass, unused": program(
+        *(OTHERS, Differentiate(), Average(), Step(), Zero(), OTHERS, *END),
+        *(OTHERS, Backward(no_sync=True), Average(), *STEP),
+        **UNUSED,
+    ),
+    "averaged without a pass, static": program(*STEP, *LOCAL, Average(), Step(), *STEP, **STATIC),
+    "another learning rate": program(*STEP, Set(0.5), *STEP, Again(), *STEP, momentum=0.9),
+    "a learning rate of one rank": program(*STEP, Set(0.5, 0), *STEP, Set(0.5, 1), *STEP),
+    "all frozen for a while": program(
+        *(*STEP, Freeze(None), ALL, Step(), Freeze(None, False), *STEP),
+        *(*LOCAL, Freeze(None), ALL, Freeze(None, False), *STEP),
+    ),
+    "all frozen for a while, unused": program(
+        *(OTHERS, *END, Freeze(None), ALL, Freeze(None, False), OTHERS, *END), **UNUSED
+    ),
+    "a buffer grows": program(
+        *(*STEP, Grow(), *STEP, *LOCAL, Grow(), *LOCAL, *STEP),
+        buffers=True,
+        broadcast_buffers=True,
+    ),
+    "a Reducer of a part, too": program(
+        *(*STEP, Second(0), *STEP, *LOCAL, *STEP[:3], Zero(False), *STEP, Again(), *STEP)
+    ),
+    "a Reducer left behind": program(
+        *(*STEP, *LOCAL, Again(removes=False), *STEP, *STEP), momentum=0.9
     ),
     "layouts": program(
         *(*STEP, *LOCAL, *STEP),
@@ -224,6 +289,16 @@ PROGRAMS = {
     "error: a parameter forgotten": program(*STEP, all_use(0), Backward(), ALL),
     "error: a step with one forgotten": program(*STEP, all_use(1), Backward(), Step()),
     "error: weighed, batch norm": program(*STEP, Weigh((1, 3)), *STEP, batch_norm=True),
+    "error: a buffer of one rank grows": program(
+        *(*STEP, Grow(1), *STEP), buffers=True, broadcast_buffers=True
+    ),
+    "error: a buffer of one rank grows, averaged without a pass": program(
+        *(*STEP, Grow(1), *LOCAL, Average()), buffers=True, broadcast_buffers=True
+    ),
+    "error: averaged without a gradient": program(*STEP, Average()),
+    "error: averaged without a pass, not static": program(
+        *(OTHERS, *END, all_use(2, no_sync=True), Backward(no_sync=True), Average()), **STATIC
+    ),
     "error: frozen later": program(*STEP, Freeze(1), ALL),
     "error: thawed later": program(*STEP, Freeze(1, False), ALL, parameters=FROZEN),
     "error: not static": program(all_use(0, 1), *END, all_use(0, 2), Backward(), **STATIC),
@@ -283,8 +358,14 @@ def with_option(name: str, option: str) -> Case:
 def fits(name: str, option: str) -> bool:
     """Whether the ranks can divide the step."""
     case = with_option(name, option)
-    movable = all(p.dtype in ("float32", "float64") and p.kind != "holes" for p in case.parameters)
+    kinds = ("holes", "conjugated", "precise")
+    movable = all(
+        p.dtype in ("float32", "float64") and p.kind not in kinds for p in case.parameters
+    )
     same = case.writes is None and steps_with_averages(case.operations)
+    same = same and not any(isinstance(op, Set) and op.rank is not None for op in case.operations)
+    if case.wrapped and any(isinstance(op, Second | Again) for op in case.operations[1:]):
+        return "Reducer" not in name or name.startswith("another")
     return case.shard == "none" or (movable and same and case.optimizer != "Muon")
 
 

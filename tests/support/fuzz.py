@@ -29,16 +29,21 @@ from hypothesis import strategies as st
 from tests.support.fuzz_case import (
     HOOKS,
     Again,
+    Average,
     Backward,
     BackwardAndStep,
     Case,
+    Differentiate,
     Evaluate,
     Forward,
     Freeze,
+    Grow,
     Join,
     Move,
     Parameter,
     Played,
+    Second,
+    Set,
     Step,
     Transform,
     Weigh,
@@ -168,6 +173,10 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     parameters = draw(st.lists(parameter, min_size=1, max_size=5))
     if once_in(10) and len(parameters) > 1:
         parameters[-1] = replace(parameters[-1], frozen=True)
+    special = one_of(*[None] * 4, ("complex64", "conjugated"), ("bfloat16", "precise"))
+    if special is not None:
+        place = draw(st.integers(0, len(parameters) - 1))
+        parameters[place] = replace(parameters[place], dtype=special[0], kind=special[1])
     branch = st.lists(st.integers(0, len(parameters) - 1), min_size=1, max_size=3)
     branches = draw(st.lists(branch, min_size=1, max_size=3))
     if kind == "plain" and not once_in(10):  # else a forgotten parameter
@@ -191,7 +200,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         not (wrapped or flat or batch_norm or writes or any(p.frozen for p in parameters))
         and len(parameters) > 1
         and (kind == "unused" or (kind == "static" and regular))
-        and not any(isinstance(op, Freeze | Join) for op in operations)
+        and not any(isinstance(op, Freeze | Join | Second) for op in operations)
         # With a loss in parts, ranks may disagree on which Reducers a pass goes through.
         and not any(isinstance(op, Backward) and op.outputs != "all" for op in operations)
     )
@@ -201,8 +210,13 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         operations = tuple(with_all_ranks(op) for op in operations)
     # All ranks step in the same way, as Muon and shards need.
     in_step = flat and regular and writes is None and steps_with_averages(operations)
+    in_step = in_step and special is None
     muon = in_step and once_in(3)
     can_divide = in_step and not muon and "bfloat16" not in dtypes
+    shard = one_of("none", *["world", *["node"] * shared_memory] * can_divide)
+    # An error of this kind ends a group of ranks.
+    one_sets = any(isinstance(op, Set) and op.rank is not None for op in operations)
+    fails = (muon or shard != "none") and one_sets
     switches = ["gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers"]
     switches.append("check_finite")
     return Case(
@@ -216,14 +230,14 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
         overlap=below or draw(st.booleans()),
         find_unused_parameters=kind == "unused" or (kind == "static" and draw(st.booleans())),
         static_graph=kind == "static",
-        divided=kind == "plain" and not regular and once_in(4),
+        divided=fails or (kind == "plain" and not regular and once_in(4)),
         hook=hook,
         reduce=reduce,
         checkpoint=one_of(None, None, "not reentrant", *["reentrant"] * regular),
         batch_norm=batch_norm,
-        optimizer="Muon" if muon else one_of("SGD", "SGD", "AdamW"),
+        optimizer="Muon" if muon else one_of("SGD", "SGD", *["AdamW"] * (special is None)),
         flat=flat,
-        shard=one_of("none", *["world", *["node"] * shared_memory] * can_divide),
+        shard=shard,
         shared_memory=shared_memory,
         halves=halves and draw(st.booleans()),
         momentum=one_of(0.0, 0.9 * muon, 0.9),
@@ -242,10 +256,12 @@ def steps_with_averages(operations: tuple[Any, ...]) -> bool:
     """Whether all ranks step in the same way, with averages."""
     local = False
     for op in operations:
-        if isinstance(op, Join | Move | Freeze) or (local and isinstance(op, Step)):
+        if isinstance(op, Join | Move) or (local and isinstance(op, Step)):
             return False
-        if isinstance(op, Backward | BackwardAndStep | Zero):
-            local = isinstance(op, Backward) and op.no_sync
+        if isinstance(op, Freeze) and (op.parameter is not None or op.rank is not None):
+            return False
+        if isinstance(op, Backward | BackwardAndStep | Zero | Average | Differentiate):
+            local = isinstance(op, Differentiate) or (isinstance(op, Backward) and op.no_sync)
     return True
 
 
@@ -259,12 +275,15 @@ def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
         return st.tuples(*lists).map(lambda found: list(chain(*found)))
 
     rank, per_rank = st.integers(0, world_size - 1), st.tuples(*[st.integers(0, 3)] * world_size)
-    forward, some = st.builds(Forward, use), per_rank.filter(any)
+    indices = st.lists(st.integers(0, count - 1), max_size=2).map(tuple)
+    absent = st.one_of(*[st.just(())] * 4, st.tuples(*[indices] * world_size))
+    forward, some = st.builds(Forward, use, st.just(False), absent), per_rank.filter(any)
     weigh = st.builds(Weigh, some)
     end = st.booleans().map(lambda to_none: [Step(), Zero(to_none)])
     norms = st.sampled_from([None, 0.1, 1.0, 100.0])
     at_once = after_each_other(st.builds(BackwardAndStep, norms), st.just(Zero()))
-    locally = after_each_other(st.builds(Forward, use, st.just(True)), Backward(no_sync=True))
+    inside = st.builds(Forward, use, st.just(True), absent)
+    locally = after_each_other(inside, Backward(no_sync=True))
     accumulated = st.lists(locally, max_size=2).map(lambda pairs: list(chain(*pairs)))
     several = [
         [Backward((0, 1))],
@@ -287,7 +306,14 @@ def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
         after_each_other(weigh, forward, Backward(), end),
         after_each_other(st.builds(Evaluate, rank)),
         after_each_other(st.builds(Transform, rank)),
-        st.sampled_from([[Move()], [Again()]]),
+        st.sampled_from([[Move()], [Again()], [Again(removes=False)], [Freeze(None, False)]]),
+        after_each_other(inside, Backward(), end),
+        after_each_other(forward, Differentiate(), Average(), end),
+        after_each_other(accumulated, Average(), end),
+        after_each_other(Freeze(None), forward, end, Freeze(None, False)),
+        st.builds(Second, st.integers(0, 1)).map(lambda op: [op]),
+        after_each_other(st.builds(Grow, st.one_of(st.none(), st.none(), rank))),
+        after_each_other(st.builds(Set, st.sampled_from([0.5, 2.0]), st.one_of(st.none(), rank))),
         # What another Reducer has accumulated, and a pass that may not use it.
         after_each_other(accumulated, Again(), forward, Backward(), end),
         after_each_other(st.builds(Join, some, st.booleans())),
@@ -298,11 +324,13 @@ def _block(use: Any, regular: bool, count: int, world_size: int) -> Any:
         back = st.lists(st.integers(0, 1), min_size=1, max_size=2, unique=True).map(tuple)
         outputs = st.sampled_from(["all", "first", "rest"])
         backward = st.builds(Backward, back, outputs, st.booleans(), st.booleans())
-        anything = st.one_of(forward, backward, st.builds(Zero, st.booleans()), weigh)
+        odd = st.sampled_from([Average(), Differentiate()])
+        anything = st.one_of(forward, inside, backward, st.builds(Zero, st.booleans()), weigh, odd)
         whose = st.one_of(st.none(), rank)
         blocks += [
             after_each_other(forward, st.sampled_from(parts), end),
             after_each_other(st.builds(Freeze, st.integers(0, count - 1), st.booleans(), whose)),
+            after_each_other(st.builds(Freeze, st.none(), st.booleans(), whose)),
             st.lists(anything, min_size=1, max_size=4),
         ]
     return st.one_of(*blocks)
@@ -318,7 +346,12 @@ def gpu_cases(world_size: int) -> Any:
         shard = "world" if case.shard == "node" else case.shard
         optimizer = "SGD" if case.optimizer == "Muon" else case.optimizer
         options = {"fuse_wgrad": False, "divided": False, "shard": shard, "optimizer": optimizer}
-        return replace(case, **options)
+
+        # Settings of one rank are not compared, and buffers not at once.
+        def compared(op: Any) -> bool:
+            return not (isinstance(op, Grow) or (isinstance(op, Set) and op.rank is not None))
+
+        return replace(case, **options, operations=tuple(filter(compared, case.operations)))
 
     return cases(world_size).map(on_gpu)
 

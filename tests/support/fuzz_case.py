@@ -33,10 +33,14 @@ TORCHS = {"SGD": torch.optim.SGD, "AdamW": partial(torch.optim.AdamW, fused=True
 
 @dataclass(frozen=True)
 class Forward:
-    """`use[rank]` are the branches; each gives an output. Its graph is kept for a Backward."""
+    """`use[rank]` are the branches; each gives an output. Its graph is kept for a Backward.
+
+    Gradients of the parameters `absent[rank]` are undefined in this pass; () for all ranks' none.
+    """
 
     use: tuple[tuple[int, ...], ...]
     no_sync: bool = False
+    absent: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,36 @@ class BackwardAndStep:
 
 @dataclass(frozen=True)
 class Freeze:
-    parameter: int
+    """Freezes or thaws a parameter, or (None) all that were trained at first."""
+
+    parameter: int | None
     frozen: bool = True
     rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Grow:
+    """Gives a buffer one more element, on one rank or (None) on all."""
+
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Set:
+    """Multiplies the optimizer's learning rate, on one rank or (None) on all."""
+
+    factor: float
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Differentiate:
+    """`torch.autograd.grad` of the last graph, written into `.grad`."""
+
+
+@dataclass(frozen=True)
+class Average:
+    """`average_gradients()`."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +143,16 @@ class Move:
 
 @dataclass(frozen=True)
 class Again:
-    """Takes the Reducer off and makes a new one."""
+    """Makes a new Reducer for the module; the old one is removed before, or left behind."""
+
+    removes: bool = True
+
+
+@dataclass(frozen=True)
+class Second:
+    """Makes one more Reducer, with views, for a part of the module: the branch."""
+
+    branch: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +167,9 @@ class Parameter:
     rows: int
     dtype: str = "float32"
     frozen: bool = False
-    kind: str = "matrix"  # or "transposed", "holes", "conv", "scalar", or a sparse "table"
+    # Or "transposed", "holes", "conv", "scalar", or a sparse "table"; "conjugated", whose gradient
+    # is a lazy conjugate; "precise", whose gradient is float32 whatever its own dtype is.
+    kind: str = "matrix"
 
 
 @dataclass(frozen=True)
@@ -205,28 +247,65 @@ def weight_of(p: Parameter, generator: torch.Generator, device: Any) -> nn.Param
         values = values.t().contiguous().t()
     elif p.kind == "holes":
         values = values.new_zeros(20 * p.rows).as_strided(shape, (20, 2)).copy_(values)
-    return nn.Parameter(values.to(device), requires_grad=not p.frozen)
+    weight = nn.Parameter(values.to(device), requires_grad=not p.frozen)
+    if p.kind == "precise":
+        weight.grad_dtype = torch.float32
+    return weight
 
 
 _RAMP = torch.linspace(0, 1, 9).view(3, 3)
 
 
-class Layer(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
+class Absent(torch.autograd.Function):
+    """A weight whose gradient is undefined."""
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        if self.weight.is_complex():
-            complex_ = h.to(self.weight.dtype)
-            return h + (torch.tanh(complex_ @ self.weight.T) @ self.weight.conj()).real
-        h = h.to(self.weight.dtype)
-        if self.weight.dim() == 0:
-            return h + torch.tanh(h * self.weight)
-        if self.weight.dim() == 4:
+    @staticmethod
+    def forward(context: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(context: Any, gradient: Any) -> Any:
+        return None
+
+
+class Precise(torch.autograd.Function):
+    """A product in float32, and so is the gradient of the weight."""
+
+    @staticmethod
+    def forward(h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return h @ weight.float().T
+
+    @staticmethod
+    def setup_context(context: Any, inputs: Any, output: Any) -> None:
+        context.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> Any:
+        h, weight = context.saved_tensors
+        return gradient @ weight.float(), gradient.T @ h
+
+
+class Layer(nn.Module):
+    def __init__(self, weight: nn.Parameter, kind: str) -> None:
+        super().__init__()
+        self.weight, self.kind = weight, kind
+
+    def forward(self, h: torch.Tensor, is_absent: bool = False) -> torch.Tensor:
+        weight = Absent.apply(self.weight) if is_absent else self.weight
+        if self.kind == "conjugated":
+            return h + (torch.tanh(h).to(weight.dtype)[:, None] * weight.conj()).real.sum(1)
+        if self.kind == "precise":
+            return h + torch.tanh(Precise.apply(h.float(), weight)).sum(1, keepdim=True)
+        if weight.is_complex():
+            complex_ = h.to(weight.dtype)
+            return h + (torch.tanh(complex_ @ weight.T) @ weight.conj()).real
+        h = h.to(weight.dtype)
+        if weight.dim() == 0:
+            return h + torch.tanh(h * weight)
+        if weight.dim() == 4:
             image = torch.tanh(h).view(-1, WIDTH, 1, 1) * _RAMP.to(h.device)
-            return h + conv2d(image.to(h.dtype), self.weight).square().mean((1, 2, 3))[:, None]
-        return h + torch.tanh(h @ self.weight.T) @ self.weight
+            return h + conv2d(image.to(h.dtype), weight).square().mean((1, 2, 3))[:, None]
+        return h + torch.tanh(h @ weight.T) @ weight
 
 
 class LinearLayer(nn.Module):
@@ -237,7 +316,7 @@ class LinearLayer(nn.Module):
         self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         self.linear.weight = weight
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, is_absent: bool = False) -> torch.Tensor:
         weight = self.linear.weight
         return torch.tanh(self.linear(h.to(weight.dtype))) @ weight.detach()
 
@@ -250,7 +329,7 @@ class EmbeddingLayer(nn.Module):
         self.embedding = nn.Embedding(*weight.shape, device="meta", sparse=sparse)
         self.embedding.weight = weight
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
+    def forward(self, h: torch.Tensor, is_absent: bool = False) -> torch.Tensor:
         # Some rows several times, others never.
         tokens = torch.arange(3 * len(h), device=h.device).square() % len(self.embedding.weight)
         rows = self.embedding(tokens).view(len(h), 3, -1).sum(1)
@@ -286,12 +365,13 @@ class Net(nn.Module):
         # In turn, so that a linear layer and an embedding may share a weight.
         kinds: Any = cycle((LinearLayer, EmbeddingLayer) if case.fuse_wgrad else (Layer,))
 
-        def layer(index: int, kind: Any) -> nn.Module:
-            if case.parameters[index].kind == "table":
-                kind = partial(EmbeddingLayer, sparse=True)
-            elif case.parameters[index].kind != "matrix" or weights[index].is_complex():
-                kind = Layer
-            return kind(weights[index])
+        def layer(index: int, make: Any) -> nn.Module:
+            kind = case.parameters[index].kind
+            if kind == "table":
+                make = partial(EmbeddingLayer, sparse=True)
+            elif kind != "matrix" or weights[index].is_complex() or make is Layer:
+                make = partial(Layer, kind=kind)
+            return make(weights[index])
 
         self.branches = nn.ModuleList(
             nn.ModuleList(layer(index, next(kinds)) for index in branch) for branch in case.branches
@@ -306,14 +386,17 @@ class Net(nn.Module):
         if case.buffers:
             self.register_buffer("mean", torch.zeros(WIDTH, device=device))
             self.register_buffer("count", torch.zeros((), dtype=torch.int64, device=device))
+            self.register_buffer("grown", torch.zeros(1, device=device))
 
-    def forward(self, x: torch.Tensor, use: Sequence[int]) -> dict[int, Any]:
+    def forward(
+        self, x: torch.Tensor, use: Sequence[int], absent: Sequence[int] = ()
+    ) -> dict[int, Any]:
         if self.case.buffers:
             if self.training:
                 with torch.no_grad():
                     self.mean.mul_(0.5).add_(x.mean(0))
                     self.count += 1
-            x = x - self.mean
+            x = x - self.mean + 0.1 * self.grown.mean()
         if self.case.writes:
             if self.training:
                 with torch.no_grad():
@@ -327,15 +410,15 @@ class Net(nn.Module):
         outputs = {}
         for branch in use:
             if again is None:
-                h = self.compute(branch, x)
+                h = self.compute(branch, x, absent)
             else:
-                h = checkpoint(self.compute, branch, x, use_reentrant=again == "reentrant")
+                h = checkpoint(self.compute, branch, x, absent, use_reentrant=again == "reentrant")
             outputs[branch] = (h, [h.shape])
         return outputs
 
-    def compute(self, branch: int, h: torch.Tensor) -> torch.Tensor:
-        for layer in self.branches[branch]:
-            h = layer(h)
+    def compute(self, branch: int, h: torch.Tensor, absent: Sequence[int]) -> torch.Tensor:
+        for layer, index in zip(self.branches[branch], self.case.branches[branch], strict=True):
+            h = layer(h, index in absent)
         return h
 
 
@@ -387,6 +470,7 @@ class Player:
             self.parameters += [*model.first.parameters(), *model.side]
         if case.writes:
             self.parameters.append(model.written)
+        self.trained = [p for p in self.parameters if p.requires_grad]  # at first
         self.retain = False  # every graph
         self.graphs: list[dict[int, Any]] = []
         self.device = self.parameters[0].device
@@ -410,7 +494,9 @@ class Player:
             case Forward():
                 autocast = torch.autocast(self.device.type, torch.bfloat16, self.case.autocast)
                 with self.no_sync() if op.no_sync else nullcontext(), autocast:
-                    self.graphs.append(self.called(self.input(number), op.use[self.rank]))
+                    absent = op.absent[self.rank] if op.absent else ()
+                    graph = self.called(self.input(number), op.use[self.rank], absent)
+                    self.graphs.append(graph)
             case Backward():
                 graphs = [self.graphs[-1 - back] for back in op.back]
                 loss = sum(loss_of(graph, op.outputs) for graph in graphs)
@@ -429,7 +515,21 @@ class Player:
                     self.clip(op.max_norm)
                 self.play(number, Step())
             case Freeze(rank=None) | Freeze(rank=self.rank):
-                self.parameters[op.parameter].requires_grad_(not op.frozen)
+                one = op.parameter
+                for p in self.trained if one is None else [self.parameters[one]]:
+                    p.requires_grad_(not op.frozen)
+            case Grow(rank=None) | Grow(rank=self.rank):
+                values = torch.full((len(self.model.grown) + 1,), self.rank + 1.0)
+                self.model.grown = values.to(self.device)
+            case Set(rank=None) | Set(rank=self.rank):
+                for group in self.groups():
+                    group["lr"] *= op.factor
+            case Differentiate():
+                inputs = [p for p in self.parameters if p.requires_grad]
+                loss = loss_of(self.graphs.pop())
+                gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+                for p, gradient in zip(inputs, gradients, strict=True):
+                    p.grad = p.grad if gradient is None else gradient
             case Move(rank=None) | Move(rank=self.rank):
                 self.move(op.how)
             case Evaluate(rank=self.rank):
@@ -442,9 +542,14 @@ class Player:
                 torch.func.grad(lambda x: loss_of(self.called(x, everything)))(self.input(number))
                 self.called.train()
 
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's."""
+        each = getattr(self.optimizer, "optimizers", [self.optimizer])
+        return [group for optimizer in each for group in optimizer.param_groups]
+
     def clip(self, max_norm: float) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = sum(values.to_dense().double().square().sum() for values in gradients).sqrt()
+        norm = sum(v.to_dense().abs().double().square().sum() for v in gradients).sqrt()
         for gradient in gradients:
             gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
@@ -487,7 +592,7 @@ class Player:
 
 def _numbers(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
     return tensor.cpu().double().numpy().copy()
 
 
@@ -507,6 +612,7 @@ class Torchs(Player):
 class Ours(Player):
     def __init__(self, case: Case, rank: int, model: Net, group: Any) -> None:
         self.group, self.reducers = group, list[ddp.Reducer]()
+        self.seconds: list[ddp.Reducer] = []
         super().__init__(case, rank, model)
 
     def prepare(self) -> None:
@@ -550,19 +656,27 @@ class Ours(Player):
     @contextmanager
     def no_sync(self) -> Any:
         with ExitStack() as stack:
-            for each in [self.called] if self.case.wrapped else self.reducers:
+            for each in [*([self.called] if self.case.wrapped else self.reducers), *self.seconds]:
                 stack.enter_context(each.no_sync())
             yield
 
     def remove(self) -> None:
-        for reducer in self.reducers:
+        for reducer in (*self.reducers, *self.seconds):
             reducer.remove()
+        self.seconds = []
 
     def play(self, number: int, op: Any) -> None:
         match op:
             case Weigh():
-                for reducer in self.reducers:
+                for reducer in (*self.reducers, *self.seconds):
                     reducer.weight(op.amounts[self.rank])
+            case Average():
+                for reducer in (*self.reducers, *self.seconds):
+                    reducer.average_gradients()
+            case Second():
+                part, memory = self.model.branches[op.branch], self.case.shared_memory
+                options = {"gradient_as_bucket_view": True, "shared_memory": memory}
+                self.seconds.append(ddp.Reducer(part, self.group, **options))
             case BackwardAndStep() if self.case.flat and self.case.optimizer != "Muon":
                 self.optimizer.backward_and_step(loss_of(self.graphs[-1]), max_norm=op.max_norm)
                 self.graphs = []
@@ -578,7 +692,8 @@ class Ours(Player):
                         self.update()
                 self.graphs = []
             case Again():
-                self.remove()
+                if op.removes:
+                    self.remove()
                 self.prepare()
                 if self.case.flat:
                     state = self.optimizer.state_dict()
@@ -689,6 +804,8 @@ def _trains_on(world: Any, case: Case, model: Net) -> bool:
     """Whether a new Reducer averages what the ranks compute."""
     model.eval().requires_grad_()  # buffers stay
     model.checkpoint = None  # which may want a static graph
+    if model.case.buffers:
+        model.grown = model.grown.new_zeros(1)
     ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, find_unused_parameters=True)
     player = Player(case, world.rank, model)
@@ -696,7 +813,8 @@ def _trains_on(world: Any, case: Case, model: Net) -> bool:
     for _ in range(2):
         for op in (Zero(), Forward((case.everything,) * case.world_size), Backward()):
             player.play(0, op)
-        gradients.append([p.grad for p in player.parameters if p.grad is not None])
+        found = [p.grad for p in player.parameters if p.grad is not None]
+        gradients.append([gradient.resolve_conj() for gradient in found])
         reducer.remove()
     for gradient in gradients[1]:
         gradient /= world.world_size

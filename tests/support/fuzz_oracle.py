@@ -15,15 +15,20 @@ from torch.nn.functional import batch_norm
 
 from tests.support.fuzz_case import (
     Again,
+    Average,
     Backward,
     BackwardAndStep,
     Case,
+    Differentiate,
     Evaluate,
     Forward,
     Freeze,
+    Grow,
     Join,
     Net,
     Player,
+    Second,
+    Set,
     Step,
     Transform,
     Weigh,
@@ -42,6 +47,9 @@ DRIFTED = "average 1: parameter %s is not the same on all ranks"
 SECOND = "got a second gradient on rank {rank} "
 LOCAL = "gradients that stay local cannot go through a comm hook"
 NOT_STATIC = "static_graph=True, but .* on rank {rank} "
+BUFFERS = "the ranks' buffers differ: rank 0 has "
+SETTINGS = "ranks took different steps|ranks called different|settings of Muon differ"
+NOTHING = "no gradient to average on rank {rank} for: "
 
 
 @dataclass
@@ -104,10 +112,12 @@ class Oracle:
         self._counted: list[set[int]] = [set() for _ in self._ranks]  # of an incomplete average
         self._used: list[set[int]] = [set() for _ in self._ranks]  # since the last average
         self._first: list[Counter[int]] | None = None  # what a static graph's first pass used
-        self._used_by_any: set[int] = set()
+        self._used_by_any: set[int] | None = None  # in a static graph's first average
         # The wrapper's forward passes under no_sync() that no backward pass under it has entered,
-        # since the last one outside. While there are any, gradients stay local.
-        self._pending: list[Any] = []
+        # since the last one outside, on each rank. While there are any, gradients stay local.
+        self._pending: list[list[Any]] = [[] for _ in self._ranks]
+        # Whether a part of the module has a Reducer of its own, and one that has averaged.
+        self._has_second = self._second_averaged = False
         # What had a gradient when the Reducer was made, on each rank.
         self._inherited = [
             {i for i in self._trainable if player.parameters[i].grad is not None}
@@ -131,8 +141,7 @@ class Oracle:
                 if must:
                     return Expected(must)
                 self._all_play(number, op)
-                newest = self._players[0].graphs[-1:]
-                self._pending = [*self._pending, *newest] if op.no_sync else []
+                self._note_forward(op)
                 self._wrote |= case.writes is not None
                 late = self._wrote and self._averaged and not self._watched
                 return self._everyone(LATE) if late else Expected()
@@ -159,6 +168,8 @@ class Oracle:
                 return None
             case Step() if under_way:
                 return Expected(self._incomplete())
+            case Step() if self._settings_differ():
+                return self._everyone(SETTINGS)
             case Step() if case.batch_norm and any(self._used + self._inherited):
                 return None  # with local gradients: ranks must have the same weights of batch norm
             case Evaluate() | Transform() if op.rank not in self._ranks:
@@ -167,8 +178,22 @@ class Oracle:
                 return None
             case Transform() if self._changed() or self._incomplete():
                 return None
-            case Freeze() if op.parameter >= len(case.parameters):
+            case Freeze() if op.parameter is not None and op.parameter >= len(case.parameters):
                 return None
+            case Grow() if not case.buffers or (op.rank or 0) >= case.world_size:
+                return None
+            # Ranks must have the same weights of batch norm.
+            case Set(rank=int()) if case.batch_norm or op.rank >= case.world_size:
+                return None
+            case Differentiate():
+                if under_way or case.batch_norm or case.checkpoint == "reentrant":
+                    return None
+                if not all(self._times(p, Backward()) if p.graphs else () for p in self._players):
+                    return None
+            case Average():
+                return self._average_now()
+            case Second():
+                return self._add_second(op)
             case Weigh():
                 if under_way or case.divided:
                     return None  # all must come to it before any bucket
@@ -177,19 +202,54 @@ class Oracle:
                 self._amounts = op.amounts
                 return Expected()
             case Again():
-                return Expected() if self._make_again() else None
+                return Expected() if self._make_again(op) else None
             case Join():
                 return Expected() if self._join(number, op) else None
         self._all_play(number, op)
         return Expected()
 
-    def _make_again(self) -> bool:
+    def _note_forward(self, op: Forward) -> None:
+        for pending, player in zip(self._pending, self._players, strict=True):
+            outputs = [output for output, _ in player.graphs[-1].values()]
+            if any(output.requires_grad for output in outputs) or not op.no_sync:
+                pending[:] = [*pending, player.graphs[-1]] if op.no_sync else []
+
+    def _settings_differ(self) -> bool:
+        """Whether the ranks, which divide a step, have different settings."""
+        divided = self._whole.shard != "none" or (self._whole.optimizer == "Muon")
+        rates = [[group["lr"] for group in player.groups()] for player in self._players]
+        return divided and any(each != rates[0] for each in rates)
+
+    def _buffers_differ(self) -> bool:
+        """Whether buffers that are sent have several shapes."""
+        if not (self._whole.sends_buffers and self._whole.buffers):
+            return False
+        return len({player.model.grown.shape for player in self._players}) > 1
+
+    def _add_second(self, op: Second) -> Expected | None:
+        case = self._whole
+        no = case.wrapped or case.halves or case.divided or case.reduce == "sum"
+        no = no or case.find_unused_parameters or case.static_graph or self._has_second
+        no = no or any(self._counted) or op.branch >= len(case.branches)
+        if no or any(self._trains(player) != self._trainable for player in self._players):
+            return None
+        if not self._trainable.intersection(case.branches[op.branch]):
+            return None
+        self._has_second = True
+        return Expected()
+
+    def _make_again(self, op: Again) -> bool:
         """Whether it makes sense here."""
         trains = [self._trains(player) for player in self._players]
         if self._whole.divided or any(t != trains[0] for t in trains) or not trains[0]:
             return False
+        leaves = not op.removes
+        if leaves and (self._whole.wrapped or self._whole.halves or trains[0] != self._trainable):
+            return False  # it would not replace what is there
+        if leaves and any(self._counted):
+            return False
         if self._whole.wrapped:
-            if self._players[0].graphs:
+            if self._players[0].graphs or self._buffers_differ():
                 return False  # parameters are sent, and with them graphs end
             self._send(0)
         self._renew()
@@ -241,6 +301,8 @@ class Oracle:
         no = no or case.optimizer != "SGD" or (case.checkpoint == "reentrant" and twice)
         no = no or any(self._counted + self._used + self._inherited) or players[0].graphs
         no = no or any(self._trains(player) != self._trainable for player in players)
+        no = no or self._buffers_differ() or self._has_second
+        no = no or len({player.model.grown.shape for player in players if case.buffers}) > 1
         if no or not everything or (not self._varies and everything != self._trainable):
             return False
         self._amounts = None
@@ -262,6 +324,8 @@ class Oracle:
     def _changed(self) -> dict[int, str]:
         def changed(player: Player) -> set[int]:
             now = self._trains(player)
+            if not now & self._trainable and not now - self._trainable:
+                return set()  # all are frozen: nothing is averaged
             return now - self._trainable if self._varies else now ^ self._trainable
 
         return {rank: CHANGED for rank in self._ranks if changed(self._players[rank])}
@@ -287,18 +351,17 @@ class Oracle:
         alive = len(self._players[0].graphs)
         if not op.back or max(op.back) >= alive or len(set(op.back)) < len(op.back):
             return None
-        if op.no_sync:
-            entered = [self._players[0].graphs[-1 - back] for back in op.back]
-            self._pending = [g for g in self._pending if all(g is not used for used in entered)]
-        local = op.no_sync or (self._whole.wrapped and bool(self._pending))
         times = [self._times(player, op) for player in self._players]
         touched = [set(counts) for counts in times]
         if not all(touched):
             return None  # a rank would not take part at all
+        pending = self._pending_after(op)
+        local = op.no_sync or (self._whole.wrapped and any(pending))
+        if not op.no_sync and self._whole.wrapped and not all(map(bool, pending)) and any(pending):
+            return None  # some ranks would average
         complete = [c | t == self._trainable for c, t in zip(self._counted, touched, strict=True)]
         overlapping = any(c & t for c, t in zip(self._counted, touched, strict=True))
         plain = not self._varies and not self._whole.static_graph
-        wrong = self._not_static(times)
         if plain and any(count > 1 for counts in times for count in counts.values()):
             return None  # may raise in this pass, or in the next forward
         # Where only some ranks get an error the others wait for them. A hook that may start several
@@ -309,27 +372,32 @@ class Oracle:
         meet = not overlapping and (all(complete) or divided or local)
         if plain and any(t != touched[0] for t in touched) and not meet:
             return None
+        if self._has_second and not local and (overlapping or not all(complete)):
+            return None  # either Reducer may raise
+        averages = not local and (not plain or all(complete))
+        if averages and self._is_drifted_for_second():
+            return None
         self._all_play(number, op)
-        for used, new in zip(self._used, touched, strict=True):
-            used |= new
+        self._pending = pending
+        for used, new, player in zip(self._used, touched, self._players, strict=True):
+            used |= {i for i in new if player.parameters[i].grad is not None}
         may = SECOND if overlapping else None
         if local:
             return Expected(may=may)
-        averages = not plain or all(complete)
-        if averages and not self._averaged:
-            self._averaged, self._watched = True, self._wrote
-            drifted = self._drifted() if self._wrote else None
-            if drifted is not None:
-                # A rank with a second gradient says that instead, and is not compared.
-                return self._everyone(DRIFTED % drifted + f"|{SECOND}" * overlapping)
+        # A rank with a second gradient says that instead, and is not compared.
+        wrong = dict.fromkeys(self._not_static(times), f"{NOT_STATIC}|{SECOND}")
+        errors = self._errors_of_all() if averages else []
+        if errors:
+            return self._everyone("|".join([*errors, *wrong.values(), *[SECOND] * overlapping]))
         inherited = self._take_inherited() if averages else set()
         if self._varies:
             self._average_all(set.union(*self._used) | inherited)
         elif not plain:
-            if self._first is None:
-                self._first, self._used_by_any = times, set.union(*self._used)
+            self._first = self._first or times
+            if self._used_by_any is None:
+                self._used_by_any = set.union(*self._used)
             self._average_all(self._used_by_any | inherited)
-            return Expected(dict.fromkeys(wrong, f"({NOT_STATIC}|{SECOND})"))
+            return Expected(wrong)
         elif all(complete):
             self._average_all(self._trainable)
             self._counted = [set() for _ in self._players]
@@ -339,12 +407,69 @@ class Oracle:
             return Expected({rank: ANY for rank in self._ranks if complete[rank]}, may=may)
         return Expected(may=may)
 
+    def _pending_after(self, op: Backward) -> list[list[Any]]:
+        if not op.no_sync:
+            return self._pending
+        found = []
+        for pending, player in zip(self._pending, self._players, strict=True):
+            entered = [player.graphs[-1 - back] for back in op.back]
+            found.append([g for g in pending if all(g is not used for used in entered)])
+        return found
+
+    def _errors_of_all(self) -> list[str]:
+        """What all ranks raise at the end of the average that begins here: one of these."""
+        errors = []
+        if not self._averaged:
+            self._averaged, self._watched = True, self._wrote
+            drifted = self._drifted()
+            errors += [] if drifted is None else [DRIFTED % escape(drifted)]
+        return errors + [BUFFERS] * self._buffers_differ()
+
+    def _is_drifted_for_second(self) -> bool:
+        """Whether the first average of the Reducer of a part might find its parameters different.
+
+        Otherwise that average counts as done.
+        """
+        if not self._has_second or self._second_averaged:
+            return False
+        self._second_averaged = self._drifted() is None
+        return not self._second_averaged
+
+    def _average_now(self) -> Expected | None:
+        plain = not self._varies and not self._whole.static_graph
+        having = [
+            {i for i in self._trainable if player.parameters[i].grad is not None}
+            for player in self._players
+        ]
+        lacking = [r for r in self._ranks if plain and having[r] != self._trainable]
+        if any(self._counted) or (lacking and (self._has_second or self._whole.divided)):
+            return None
+        if self._is_drifted_for_second():
+            return None
+        for used, found in zip(self._used, having, strict=True):
+            used |= found
+        errors = self._errors_of_all()
+        if errors:
+            return self._everyone("|".join([*errors, NOTHING]))
+        indices = self._trainable if plain else set.union(*self._used)
+        wrong = dict.fromkeys(lacking, NOTHING)
+        if self._whole.static_graph:
+            if self._used_by_any is None:
+                self._used_by_any = indices
+            wrong = {r: NOT_STATIC for r in self._ranks if self._used[r] - self._used_by_any}
+            indices = self._used_by_any
+        self._take_inherited()
+        self._average_all(indices)
+        return Expected(wrong)
+
     def _not_static(self, times: list[Counter[int]]) -> list[int]:
-        """The ranks on which this pass of a static graph would not be as the first."""
-        if self._first is None:
+        """The ranks on which this pass of a static graph is not as the first."""
+        if not self._whole.static_graph:
             return []
-        same = [now == then for now, then in zip(times, self._first, strict=True)]
-        return [r for r in self._ranks if not same[r] or self._used[r] - self._used_by_any]
+        first, known = self._first or times, self._used_by_any
+        same = [now == then for now, then in zip(times, first, strict=True)]
+        beyond = [known is not None and bool(used - known) for used in self._used]
+        return [r for r in self._ranks if not same[r] or beyond[r]]
 
     def _times(self, player: Player, op: Backward) -> Counter[int]:
         """The parameters that get a gradient, and how many."""
@@ -386,7 +511,9 @@ class Oracle:
             for p, share in zip(members, shares or [1.0] * n, strict=True):
                 absent = p.grad is None or share == 0
                 term = (
-                    torch.zeros_like(p) if absent else p.grad * share * (1.0 if sums else 1.0 / n)
+                    torch.zeros_like(p, dtype=p.grad_dtype)
+                    if absent
+                    else p.grad * share * (1.0 if sums else 1.0 / n)
                 )
                 terms.append(term.to_dense() if term.is_sparse else term)
             sizes = [n * t.abs().max().item() for t in terms if t.numel()]
@@ -403,6 +530,7 @@ def is_torch_right(case: Case, expected: list[Expected]) -> bool:
     if (
         any(each.must or each.may for each in expected)
         or (case.batch_norm or case.checkpoint == "reentrant")
+        or any(p.kind in ("conjugated", "precise") for p in case.parameters)
         or (tables and (case.find_unused_parameters or case.reduce == "sum"))
     ):
         return False
@@ -422,6 +550,8 @@ def is_torch_right(case: Case, expected: list[Expected]) -> bool:
                 if alive is None or alive.no_sync or case.shard != "none":
                     return False
                 alive = None
+            case Set(rank=None):
+                pass
             case Step():
                 if alive and buffers:  # torch sends them before the next forward pass all the same
                     return False
