@@ -210,7 +210,7 @@ class Reducer(CoreReducer):
             # The first layout is final, even if an average fails on some ranks.
             ready_order = list(parameters)[::-1]
         transport = shared_memory_group if shared_memory and on_cpu else None
-        launch_order.check_overlap(parameters, process_group, sums)
+        launch_order.check_overlap(module, parameters, process_group, sums)
         sender = Sender(process_group, transport, sums)
         # Shared memory is freed with its group, and virtual ranks may continue in another one.
         memory_of = sender.group() if self.meets and virtual_ranks is None else None
@@ -282,6 +282,7 @@ class Reducer(CoreReducer):
         An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while
         gradients are ready but not averaged.
         """
+        self.check_current()
         self._check_idle("gradients that wait for their average cannot move into their buckets")
         if self.extension(Views) is None:
             self.add_extension(Views())
@@ -292,6 +293,7 @@ class Reducer(CoreReducer):
         Every rank must call it. Backward through a graph that exists already may raise if the graph
         has reentrant checkpoints.
         """
+        self.check_current()
         unused = self.extension(Unused)
         if unused is None:
             self.add_extension(Unused(find_unused=False, static=True, skip=False))
@@ -300,6 +302,7 @@ class Reducer(CoreReducer):
 
     def set_broadcast_buffers(self, enabled: bool) -> None:
         """Sets `broadcast_buffers`. Every rank must call it."""
+        self.check_current()
         self.buffer_sync.enable(enabled)
         if enabled and self.buffer_sync not in self.extensions:
             self.add_extension(self.buffer_sync, first=True)
@@ -444,6 +447,7 @@ class Reducer(CoreReducer):
         launch_order.remove(self)
 
     def _with_virtual_ranks(self) -> VirtualRanks:
+        self.check_current()
         if self._virtual_ranks is None:
             raise RuntimeError("this Reducer has no virtual ranks: make it with virtual_ranks=V")
         return self._virtual_ranks

@@ -103,7 +103,9 @@ class _Forward:
         layer = self._layer()
         assert layer is not None, "its layer calls it"
         # Looked up in each pass, since `torch.func.functional_call` substitutes parameters.
-        if self._fused.index_of(layer.weight) is None or not _can_fuse(input, layer.weight):
+        # A parametrization changes the layer's class, even if its weight stays the same.
+        fuses = type(layer) in _FUSED and self._fused.index_of(layer.weight) is not None
+        if not fuses or not _can_fuse(input, layer.weight):
             return cast(torch.Tensor, _own_forward(layer)(input))
         return _FUSED[type(layer)](layer, input, self._fused)
 

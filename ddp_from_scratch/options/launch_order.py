@@ -76,15 +76,25 @@ def next_name(memory_of: dist.ProcessGroup | None) -> str:
     return f"Reducer {_numbers.get(memory_of, 0) + 1}"
 
 
+def _replaces(module: torch.nn.Module, new: set[int], other: CoreReducer) -> bool:
+    """True if another Reducer is a leftover beside a new one, of parameters with these ids."""
+    old = set(map(id, other.parameters))
+    return old == new or (old < new and other.module is module)
+
+
 def check_overlap(
-    parameters: Mapping[str, torch.Tensor], process_group: dist.ProcessGroup | None, sums: bool
+    module: torch.nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    process_group: dist.ProcessGroup | None,
+    sums: bool,
 ) -> None:
     """Raises a ValueError if another Reducer would give one of these another result."""
     group = process_group or dist.group.WORLD
+    new = set(map(id, parameters.values()))
     for other in living():
         ids = set(map(id, other.parameters))
         both = [name for name, parameter in parameters.items() if id(parameter) in ids]
-        if not both or len(both) == len(ids):  # all of its parameters: the new one replaces it
+        if not both or _replaces(module, new, other):
             continue
         if (other.process_group or dist.group.WORLD) is not group:
             what = "averages in another process group"
@@ -108,8 +118,7 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
         _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
     new = set(map(id, reducer.parameters))
     for other in living():
-        old = set(map(id, other.parameters))
-        if old == new or (old < new and other.module is reducer.module):
+        if _replaces(reducer.module, new, other):
             other.replace()
     _made[id(reducer)] = reducer
     everyone = living()

@@ -47,20 +47,36 @@ class LocalSteps(Extension):
         super().attach(reducer)
         self._last = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Step]()
         self._has_warned = False
+        # An earlier Reducer may have averaged what was there when this one was made.
+        self._new = {i for i, p in enumerate(reducer.parameters) if p.grad is None}
 
     def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         reducer: CoreReducer = self._of()
-        last, gradient = self._last.get(optimizer), _first_gradient(optimizer)
+        last, gradient = self._last.get(optimizer), self._first_gradient(optimizer)
         self._last[optimizer] = _Step.of(reducer.iteration, gradient)
         if reducer.local:
             self._look(optimizer, reducer.local, "came from a backward pass under no_sync()")
         elif reducer.iteration == 0 if last is None else last.has_new(reducer.iteration, gradient):
-            self._look(optimizer, set(range(len(reducer.parameters))), "came from no backward pass")
+            # An average that the program has scaled or clipped once more is new, too.
+            is_average = reducer.iteration > 0 and last is not None and last.gradient() is gradient
+            indices = set(range(len(reducer.parameters))) if last is not None else self._new
+            self._look(optimizer, indices, "came from no backward pass", may_raise=not is_average)
+
+    def _first_gradient(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        ids = self._of().hooks.ids
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in ids and parameter.grad is not None:
+                    gradient: torch.Tensor = parameter.grad
+                    return gradient
+        return None
 
     def on_set_step(self) -> None:
         self._last.clear()  # iterations are counted from another number
 
-    def _look(self, optimizer: torch.optim.Optimizer, indices: set[int], why: str) -> None:
+    def _look(
+        self, optimizer: torch.optim.Optimizer, indices: set[int], why: str, may_raise: bool = True
+    ) -> None:
         """Tells if the optimizer has stepped one of these parameters, unless all were zero."""
         reducer: CoreReducer = self._of()
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -76,23 +92,14 @@ class LocalSteps(Extension):
             f"not averaged, so ranks drift apart: those of {shortened(names)} {why}. Run the last "
             f"backward pass before a step outside of no_sync(), or call "
             f"reducer.average_gradients() before the step. If each rank is meant to step on its "
-            f"own, as in local SGD, use local_steps=True"
+            f"own, as in local SGD, or the program averages by itself, use local_steps=True"
         )
         drift = reducer.extension(DriftCheck)
-        if drift is not None and not drift.advice:  # the program's own `check_every`
+        if may_raise and drift is not None and not drift.advice:  # the program's own `check_every`
             raise RuntimeError(text)
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(text, stacklevel=5)  # where the program calls step()
-
-
-def _first_gradient(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                gradient: torch.Tensor = parameter.grad
-                return gradient
-    return None
 
 
 def _is_nonzero(gradient: torch.Tensor | None) -> bool:

@@ -203,6 +203,7 @@ def join(
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """
+    reducer.check_current()
     joinable = JoinableReducer(reducer)
     reducer.add_extension(joinable)
     options = {

@@ -275,7 +275,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Accumulates gradients locally if forward or backward, or both, run inside.
 
         The next backward pass outside of it, after a forward pass outside, averages the sum.
+        Raises a RuntimeError if a later wrapper or Reducer of the same module has replaced this.
         """
+        self.reducer.check_current()
         before = self._forward_sync.required
         self._forward_sync.set_required(False)
         try:
@@ -298,6 +300,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         grad_scaler: torch.amp.GradScaler | Sequence[torch.amp.GradScaler] | None = None,
     ) -> AbstractContextManager[Any]:
         """Opens a context like `ddp.join`."""
+        self.reducer.check_current()
         options = {
             "divide_by_initial_world_size": divide_by_initial_world_size,
             "grad_scaler": grad_scaler,

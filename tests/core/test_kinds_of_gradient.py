@@ -527,7 +527,40 @@ def dropped(model, reducer, optimizer, x):
     optimizer.step()
 
 
-AVERAGED = [accumulation, two_optimizers, two_steps_on_one_average, closures, dropped]
+def two_reducers(model, reducer, optimizer, x):
+    """The first is averaged in every second step, and its average is kept."""
+    other = Terms(3)
+    another = Reducer(other)
+    both = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1.0)
+    for step in range(4):
+        if step % 2 == 0:
+            model.zero_grad()
+            model(x).backward()
+        other.zero_grad()
+        other(x).backward()
+        both.step()
+    another.remove()
+
+
+def another_reducer(model, reducer, optimizer, x):
+    """It is made between the average and the step."""
+    model(x).backward()
+    Reducer(model, check_every=1)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def clipped_again(model, reducer, optimizer, x):
+    model(x).backward()
+    optimizer.step()
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer.step()  # may warn, but does not raise
+
+
+AVERAGED = [two_reducers, another_reducer, clipped_again]
+AVERAGED += [accumulation, two_optimizers, two_steps_on_one_average, closures, dropped]
 AVERAGED += [another_part_is_local, averaged_by_hand]
 
 

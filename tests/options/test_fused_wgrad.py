@@ -224,3 +224,18 @@ def test_a_pass_that_fails_leaves_no_claim():
     arrived = watched(model)
     model(X).sum().backward()
     assert all(arrived.values())
+
+
+class Same(nn.Module):
+    """A parametrization that gives the layer its own weight back."""
+
+    def forward(self, weight):
+        return weight
+
+
+def test_a_parametrization_that_returns_its_input_is_left_to_torch():
+    net = Net()
+    ddp.Reducer(net, fuse_wgrad=True)
+    nn.utils.parametrize.register_parametrization(net.first, "weight", Same())
+    net(torch.ones(2, 24)).sum().backward()
+    assert net.first.parametrizations.weight.original.grad is not None

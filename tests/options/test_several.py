@@ -382,17 +382,19 @@ def test_a_replaced_reducer_says_so(world):
         partial(old.weight, 1.0),
         old.average_gradients,
         partial(old.register_comm_hook, None, ddp.comm_hooks.average),
+        ddp.join(old).__enter__,
+        old.set_static_graph,
+        old.keep_bucket_views,
     ]
     for use in uses:
         assert "has replaced this one" in text_of(RuntimeError, use)
-    optimizer = ddp.SGD(model.parameters(), 1.0, reducer=old)
-    assert "nothing was averaged" in text_of(
-        RuntimeError, optimizer.backward_and_step, model(own(world))
-    )
-    model.zero_grad()
     model(own(world)).backward()
     assert_grads(model, mean(world))
-    assert new.iteration == 2
+    assert new.iteration == 1
+    wrapper = ddp.DistributedDataParallel(model)
+    ddp.DistributedDataParallel(model)
+    for use in (wrapper.no_sync().__enter__, wrapper.join):
+        assert "has replaced this one" in text_of(RuntimeError, use)
 
 
 def of_another_group(model):
@@ -413,6 +415,19 @@ def test_reducers_that_disagree_about_a_parameter_are_refused(world, make):
     assert "ignore=" in text
     reducer.remove()
     make(model)
+
+
+@pytest.mark.parametrize("options", [{"reduce": "sum"}, {"process_group": True}], ids=str)
+@on("gloo-2")
+def test_a_whole_that_disagrees_with_an_older_part_is_refused(world, options):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if "process_group" in options:
+        options = {"process_group": dist.new_group([0, 1])}
+    part = ddp.Reducer(model[0])
+    text = text_of(ValueError, partial(ddp.Reducer, model, **options))
+    assert text.startswith("another Reducer has 0.weight, 0.bias, too, and ")
+    part.remove()
+    ddp.Reducer(model, **options)
 
 
 @on("gloo-2")
