@@ -356,16 +356,19 @@ def with_option(name: str, option: str) -> Case:
 
 
 def fits(name: str, option: str) -> bool:
-    """Whether the ranks can divide the step."""
+    """Whether one more Reducer is possible, and whether the ranks can divide the step."""
     case = with_option(name, option)
+    has_second = any(isinstance(op, Second) for op in case.operations)
+    if (has_second and case.reduce == "sum") or (
+        case.wrapped and (has_second or Again(removes=False) in case.operations)
+    ):
+        return False
     kinds = ("holes", "conjugated", "precise")
     movable = all(
         p.dtype in ("float32", "float64") and p.kind not in kinds for p in case.parameters
     )
     same = case.writes is None and steps_with_averages(case.operations)
     same = same and not any(isinstance(op, Set) and op.rank is not None for op in case.operations)
-    if case.wrapped and any(isinstance(op, Second | Again) for op in case.operations[1:]):
-        return "Reducer" not in name or name.startswith("another")
     return case.shard == "none" or (movable and same and case.optimizer != "Muon")
 
 

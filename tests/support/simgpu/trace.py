@@ -133,6 +133,7 @@ EXPECTED_WAITS = {
     "options/unused.py": "a rank with unused parameters",
     "common/group.py": "ranks that compare their modules",
     "options/finite.py": "check_finite",
+    "options/local_steps.py": "a step on gradients that were not averaged",
     "sync/check_sync.py": "check_every, and once in the first average",
     "sync/checksums.py": "the same",
     "watch/stragglers.py": "a report of stragglers",
