@@ -79,6 +79,10 @@ class LocalSteps(Extension):
     ) -> None:
         """Tells if the optimizer has stepped one of these parameters, unless all were zero."""
         reducer: CoreReducer = self._of()
+        drift = reducer.extension(DriftCheck)
+        raises = may_raise and drift is not None and not drift.advice  # the program's `check_every`
+        if self._has_warned and not raises:
+            return  # on a GPU, the host would wait for the gradients
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         names = [
             reducer.names[index]
@@ -94,12 +98,10 @@ class LocalSteps(Extension):
             f"reducer.average_gradients() before the step. If each rank is meant to step on its "
             f"own, as in local SGD, or the program averages by itself, use local_steps=True"
         )
-        drift = reducer.extension(DriftCheck)
-        if may_raise and drift is not None and not drift.advice:  # the program's own `check_every`
+        if raises:
             raise RuntimeError(text)
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(text, stacklevel=5)  # where the program calls step()
+        self._has_warned = True
+        warnings.warn(text, stacklevel=5)  # where the program calls step()
 
 
 def _is_nonzero(gradient: torch.Tensor | None) -> bool:
