@@ -231,7 +231,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"a copy of a ddp.{kind} has no Reducer: call backward() and step()")
         if max_norm is not None and not max_norm >= 0:
             raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-        self._arrange()
+        self._arrange(max_norm)
         backward = _BackwardAndStep(loss, self, self._reducer, max_norm)
         with self._shards.averaging(max_norm is not None):
             self.step(backward)  # so that hooks and schedulers see one step
@@ -277,9 +277,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
 
     @torch.no_grad()
-    def _arrange(self) -> None:
+    def _arrange(self, max_norm: float | None = None) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
-        self._shards.begin_step()
+        self._shards.begin_step(max_norm)
         buckets = self._buckets
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):
