@@ -157,6 +157,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_reducer" in self.__dict__:  # from `load_state_dict`, which has changed nothing yet
             self._check_loaded(state["state"], state["param_groups"])
+            self._shards.mark_loaded(state["state"])
         super().__setstate__(state)
         if "_reducer" not in self.__dict__:  # in a copy
             self._reducer, self.shard, self._runs, self.gradient_marks = None, "none", {}, {}
@@ -258,6 +259,10 @@ class FlatOptimizer(torch.optim.Optimizer):
         for gradient in apart:
             gradient.mul_(factor)
         return norm
+
+    def forget_loaded(self) -> None:
+        """The next step does not compare what ranks have loaded: all have the same state."""
+        self._shards.forget_loaded()
 
     def synchronize(self) -> None:
         """With `overlap_forward`, waits until all parameters have arrived. Else a no-op."""

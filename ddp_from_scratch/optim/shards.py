@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
+from numbers import Number
 from typing import Any, TypeAlias
 
 import torch
@@ -91,6 +92,12 @@ class NoShards:
         """Returns the members that a flat call can step."""
         return run.in_place()
 
+    def mark_loaded(self, states: States) -> None:
+        """Notes the state that `load_state_dict` gives this rank, whole, for the next step."""
+
+    def forget_loaded(self) -> None:
+        """The state of all ranks is the same."""
+
     def begin_step(self, max_norm: float | None) -> None:
         """Waits until all parameters are those after the last step. Collective."""
         self._max_norm = max_norm
@@ -137,6 +144,7 @@ class Shards(NoShards):
         self._checked = False
         self._texts: dict[tuple[int, int], tuple[list[Any], str]] = {}  # of groups, by the first
         self._membership = ""  # a checksum of which parameters each group has
+        self._loaded = ""  # of the whole state loaded since the last step
         shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
@@ -195,7 +203,22 @@ class Shards(NoShards):
     def _text(self, groups: Sequence[Group]) -> str:
         """Returns what a step with these groups depends on, as ranks compare it."""
         clip = "" if self._max_norm is None else f", max_norm={setting_text(self._max_norm)}"
-        return self._settings(groups) + clip
+        return self._settings(groups) + clip + self._loaded
+
+    def mark_loaded(self, states: States) -> None:
+        # From the next step on each rank has a share, and no rank could see a difference.
+        rows = [
+            (name, key, torch.as_tensor(value))
+            for name, parameter in self._of.module.named_parameters()
+            for key, value in sorted(states.get(parameter, {}).items())
+            if isinstance(value, (torch.Tensor, Number))
+        ]
+        numbers = checksums([tensor for *_, tensor in rows])
+        marks = [(*row[:2], n) for row, n in zip(rows, numbers, strict=True)]
+        self._loaded = f", after load_state_dict() of a state with checksum {_checksum(marks)}"
+
+    def forget_loaded(self) -> None:
+        self._loaded = ""
 
     def _settings(self, groups: Sequence[Group]) -> str:
         names = self._rule.settings
@@ -293,6 +316,7 @@ class NodeShards(Shards):
 
     def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
         # After this barrier all parameters are written, and no rank reads another's gradients.
+        self.forget_loaded()
         end = self._shared.free_unused if self._moved else self._shared.barrier().wait
         self._moved = False
         end()
@@ -425,6 +449,7 @@ class WorldShards(Shards):
     def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
         text = f"step of parts {_checksum(self._stepped)} with {self._text(groups)}"
         self._stepped.clear()
+        self.forget_loaded()
         for bucket in reversed(buckets):  # forward reads the last bucket first
             flat = self._flats[bucket]
             if bucket is not self._carrier:

@@ -91,6 +91,8 @@ def broadcast_optimizer_state(
         send_tensors(messages, src, process_group)
     if not is_src:
         _load(optimizer, parameters, loaded)
+    if hasattr(optimizer, "forget_loaded"):  # a `FlatOptimizer`, which would compare ranks' loads
+        optimizer.forget_loaded()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -210,6 +210,33 @@ def test_refuses_parameters_in_another_group_than_on_other_ranks(world, memory):
         reducer.remove()
 
 
+@pytest.mark.parametrize(
+    ("shard", "memory"),
+    [("node", True), ("world", True), ("world", False)],
+    ids=["node", "world", "messages"],
+)
+@on("gloo-2")
+def test_refuses_another_state_than_other_ranks_have_loaded(world, shard, memory):
+    for change in ("none", "broadcast", "moment", "step", "one rank"):
+        model, optimizer, reducer = divided(world, memory=memory, shard=shard)
+        at_once(model, optimizer)
+        state = copy.deepcopy(optimizer.state_dict())
+        if change in ("moment", "step") and world.rank:
+            name = "exp_avg" if change == "moment" else "step"
+            state["state"][3][name].view(-1)[-1] += 1
+        if world.rank or change not in ("one rank", "broadcast"):
+            optimizer.load_state_dict(state)
+        if change == "broadcast":
+            ddp.broadcast_optimizer_state(optimizer, 1)
+        equal = change in ("none", "broadcast")
+        told = r"load_state_dict\(\) of a state with checksum \w+"
+        with nullcontext() if equal else pytest.raises(RuntimeError, match=told):
+            at_once(model, optimizer)
+        if equal:
+            at_once(model, optimizer)
+        reducer.remove()
+
+
 @pytest.mark.parametrize("crew", [slow("mpi-2"), "gloo-3"], indirect=True)
 def test_refuses_a_rate_that_is_not_that_of_the_other_ranks(crew):
     crew(settings_differ_on)
