@@ -201,7 +201,8 @@ def test_refuses_parameters_in_another_group_than_on_other_ranks(world, memory):
         reducer = ddp.Reducer(model, dist.new_group(), shared_memory=memory)
         layers = reversed(model) if world.rank else model
         groups = [
-            {"params": layer.parameters(), "lr": lr} for layer, lr in zip(layers, rates, strict=True)
+            {"params": layer.parameters(), "lr": lr}
+            for layer, lr in zip(layers, rates, strict=True)
         ]
         optimizer = ddp.SGD(groups, reducer=reducer, shard="world")
         told = r"lr=0.125/0.5, parameters of groups (\w+)(?s:.*)of groups (?!\1)"
