@@ -104,7 +104,7 @@ def _together(problem: str, process_group: dist.ProcessGroup | None) -> Iterator
     text, cause = "", None
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  # all ranks raise it
         cause, why = error, " ".join(str(error).split())
         text = f"{problem}: rank {dist.get_rank(process_group)} has {type(error).__name__}: {why}"
     if first := next(filter(None, gather_objects(text, process_group)), ""):
