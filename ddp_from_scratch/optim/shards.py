@@ -93,11 +93,9 @@ class NoShards:
         return run.in_place()
 
     def mark_loaded(self, states: States) -> None:
-        """Notes the state that `load_state_dict` gives this rank, whole, for the next step."""
+        """Notes the whole state that is loaded, which ranks compare in the next step."""
 
-    def forget_loaded(self) -> None:
-        """The state of all ranks is the same."""
-
+    def forget_loaded(self) -> None: ...
     def begin_step(self, max_norm: float | None) -> None:
         """Waits until all parameters are those after the last step. Collective."""
         self._max_norm = max_norm
