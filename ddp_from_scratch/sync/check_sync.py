@@ -127,7 +127,8 @@ class DriftCheck(Extension):
             return None
         has_no_data = reducer.joining and reducer.sender.mean == 0  # not compared
         with on_gpu_of(self._module):
-            optimizers = _by_what_they_step(self._module, list(self._optimizers))
+            stepped = list(self._optimizers)
+            optimizers = _by_what_they_step(self._module, stepped) if stepped else {}
             self._optimizers.clear()
             held = None if has_no_data else _Held(self._module, optimizers, self._ignore)
             try:
