@@ -180,10 +180,8 @@ class _Held:
             self._hold_settings(whose, optimizer, named)
             self._hold(whose, optimizer, named, states)
         numbers = checksums(list(self.tensors.values()))
-        self.marks |= {
-            label: (kind_of(tensor), number)
-            for (label, tensor), number in zip(self.tensors.items(), numbers, strict=True)
-        }
+        for (label, tensor), number in zip(self.tensors.items(), numbers, strict=True):
+            self.marks[label] = kind_of(tensor), number
         self.marks |= states
 
     def _hold_settings(
