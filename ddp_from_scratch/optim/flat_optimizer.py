@@ -157,6 +157,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_reducer" in self.__dict__:  # from `load_state_dict`, which has changed nothing yet
             self._check_loaded(state["state"], state["param_groups"])
+            self._shards.mark_loaded(state["state"])
         super().__setstate__(state)
         if "_reducer" not in self.__dict__:  # in a copy
             self._reducer, self.shard, self._runs, self.gradient_marks = None, "none", {}, {}
@@ -231,7 +232,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"a copy of a ddp.{kind} has no Reducer: call backward() and step()")
         if max_norm is not None and not max_norm >= 0:
             raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-        self._arrange()
+        self._arrange(max_norm)
         backward = _BackwardAndStep(loss, self, self._reducer, max_norm)
         with self._shards.averaging(max_norm is not None):
             self.step(backward)  # so that hooks and schedulers see one step
@@ -259,6 +260,10 @@ class FlatOptimizer(torch.optim.Optimizer):
             gradient.mul_(factor)
         return norm
 
+    def forget_loaded(self) -> None:
+        """The next step does not compare what ranks have loaded: all have the same state."""
+        self._shards.forget_loaded()
+
     def synchronize(self) -> None:
         """With `overlap_forward`, waits until all parameters have arrived. Else a no-op."""
         self._shards.synchronize()
@@ -277,9 +282,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             )
 
     @torch.no_grad()
-    def _arrange(self) -> None:
+    def _arrange(self, max_norm: float | None = None) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
-        self._shards.begin_step()
+        self._shards.begin_step(max_norm)
         buckets = self._buckets
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
         if (buckets, groups) == self.__dict__.get("_arranged_for"):

@@ -1,10 +1,13 @@
 """Waits for parameters that are on their way when something reads them (`overlap_forward`)."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ddp_from_scratch.core.hooks import nothing
 
@@ -12,6 +15,12 @@ Wait = Callable[[Iterable[torch.Tensor] | None], None]
 
 # Tables of every module, which hold no reference of its own to a parameter.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+# Values that hold no parameter, and modules, whose own tables wait.
+_WITHOUT_TENSORS = (
+    *(int, float, complex, str, bytes, NoneType, type, ModuleType, torch.nn.Module),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Generator),
+    dist.ProcessGroup,
+)
 
 
 class ForwardWaits:
@@ -22,10 +31,11 @@ class ForwardWaits:
 
     - an attribute (`layer.weight`), `parameters()` and the like, in each module's table of
       parameters (`_Table`);
-    - tensors that a module keeps elsewhere in its attributes, also in lists, tuples and dicts, as
-      `nn.LSTM` does: before its forward pass;
-    - what cannot be seen: all parameters, before forward passes that are compiled or scripted, and
-      before `state_dict()` and `load_state_dict()`.
+    - tensors that a module keeps elsewhere in its attributes, also in lists, dicts, functions and
+      the like, as `nn.LSTM` does: before its forward pass;
+    - what cannot be seen: all parameters, before forward passes that are compiled or scripted or of
+      modules with attributes of other kinds, such as a dataclass, and before `state_dict()` and
+      `load_state_dict()`.
 
     `arriving` is empty while nothing is on its way. `wait(None)` waits for all parameters.
     """
@@ -52,7 +62,8 @@ class ForwardWaits:
         if isinstance(module, torch.jit.ScriptModule):  # runs without Python
             self._wait(None)
         elif kept := [*_tensors(_own_attributes(module))]:
-            self._wait(kept)
+            seen = [tensor for tensor in kept if tensor is not None]
+            self._wait(seen if len(seen) == len(kept) else None)
 
     def before_state(self, module: torch.nn.Module) -> None:
         self._wait(None)
@@ -62,14 +73,41 @@ def _own_attributes(module: torch.nn.Module) -> Iterator[Any]:
     return (value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE)
 
 
-def _tensors(values: Iterable[Any], depth: int = 3) -> Iterator[torch.Tensor]:
-    """Returns the tensors among these values, and in lists, tuples and dicts among them."""
+def _tensors(values: Iterable[Any], depth: int = 4) -> Iterator[torch.Tensor | None]:
+    """Returns the tensors in these values; None for a value that may hold others."""
     for value in values:
+        if isinstance(value, weakref.ref):
+            value = value()
         if isinstance(value, torch.Tensor):
             yield value
-        elif depth and isinstance(value, (list, tuple, dict)):
-            inner = value.values() if isinstance(value, dict) else value
+        elif isinstance(value, _WITHOUT_TENSORS):
+            continue
+        elif depth and (inner := _inside(value)) is not None:
             yield from _tensors(inner, depth - 1)
+        else:
+            yield None
+
+
+def _inside(value: Any) -> Iterable[Any] | None:
+    """Returns the values that one holds; None if that is unknown."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if isinstance(value, (MethodType, BuiltinFunctionType)):
+        return value.__self__, getattr(value, "__func__", None)
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        named = value.__kwdefaults__ or {}
+        return [*cells, *(value.__defaults__ or ()), *named.values()]
+    return None
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable without a value
+        return False
 
 
 class _Table(dict[str, torch.nn.Parameter | None]):
@@ -78,6 +116,10 @@ class _Table(dict[str, torch.nn.Parameter | None]):
     def __init__(self, table: Mapping[str, torch.nn.Parameter | None]) -> None:
         super().__init__(table)
         self.waits: list[weakref.ref[ForwardWaits]] = []
+
+    def __iter__(self) -> Iterator[str]:
+        # Without this method, dict(table) and {**table} would read without calling any method.
+        return super().__iter__()
 
     def _before_read(self, parameters: Iterable[torch.Tensor | None]) -> None:
         for found in self.waits:
@@ -100,6 +142,29 @@ class _Table(dict[str, torch.nn.Parameter | None]):
         values = super().values()
         self._before_read([*values])
         return values
+
+    def copy(self) -> dict[str, torch.nn.Parameter | None]:
+        return dict(self)
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else super().setdefault(name, default)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.get(name)
+        return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, torch.nn.Parameter | None]:
+        name = next(reversed(self), None)
+        return super().popitem() if name is None else (name, self.pop(name))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
 
     def __reduce__(self) -> Any:
         self._before_read([*super().values()])  # a copy reads them

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise
+from numbers import Number
 from typing import Any, TypeAlias
 
 import torch
@@ -68,6 +69,7 @@ class NoShards:
     """Every rank has all parameters and state, and steps all of them."""
 
     cuts = False  # True if a chunk of a run's gradient may begin at any cache line of it
+    _max_norm: float | None = None  # of the step under way
 
     def __init__(self, name: str, reducer: Any, rule: UpdateRule, overlap: bool = False) -> None:
         self._name, self._of, self._rule, self._overlap = name, reducer, rule, overlap
@@ -90,8 +92,13 @@ class NoShards:
         """Returns the members that a flat call can step."""
         return run.in_place()
 
-    def begin_step(self) -> None:
+    def mark_loaded(self, states: States) -> None:
+        """Notes the whole state that is loaded, which ranks compare in the next step."""
+
+    def forget_loaded(self) -> None: ...
+    def begin_step(self, max_norm: float | None) -> None:
         """Waits until all parameters are those after the last step. Collective."""
+        self._max_norm = max_norm
         self.synchronize()
 
     def mark_gradients(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Mark]:
@@ -134,6 +141,8 @@ class Shards(NoShards):
         self._of: Reducer
         self._checked = False
         self._texts: dict[tuple[int, int], tuple[list[Any], str]] = {}  # of groups, by the first
+        self._membership = ""  # a checksum of which parameters each group has
+        self._loaded = ""  # of the whole state loaded since the last step
         shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
@@ -169,6 +178,9 @@ class Shards(NoShards):
     def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None:
         # Gradients in `.grad` may be local, so no parameter may be stepped alone.
         ours = self._ours()
+        # Buckets have the same parameters in the same order on all ranks.
+        members = [[(run.group, len(run.parameters)) for run in each] for each in runs.values()]
+        self._membership, self._texts = _checksum(members), {}
         for parameter in alone:
             if id(parameter) in ours:
                 raise RuntimeError(
@@ -186,18 +198,40 @@ class Shards(NoShards):
         numbers = checksums([gradient for _, gradient in rows])
         return {p: (kind_of(g), n) for (p, g), n in zip(rows, numbers, strict=True)}
 
+    def _text(self, groups: Sequence[Group]) -> str:
+        """Returns what a step with these groups depends on, as ranks compare it."""
+        clip = "" if self._max_norm is None else f", max_norm={setting_text(self._max_norm)}"
+        return self._settings(groups) + clip + self._loaded
+
+    def mark_loaded(self, states: States) -> None:
+        # From the next step on each rank has a share, and no rank could see a difference.
+        rows = [
+            (name, key, torch.as_tensor(value))
+            for name, parameter in self._of.module.named_parameters()
+            for key, value in sorted(states.get(parameter, {}).items())
+            if isinstance(value, (torch.Tensor, Number))
+        ]
+        numbers = checksums([tensor for *_, tensor in rows])
+        marks = [(*row[:2], n) for row, n in zip(rows, numbers, strict=True)]
+        self._loaded = f", after load_state_dict() of a state with checksum {_checksum(marks)}"
+
+    def forget_loaded(self) -> None:
+        self._loaded = ""
+
     def _settings(self, groups: Sequence[Group]) -> str:
-        """Returns the settings that a step with these groups depends on, as ranks compare them."""
         names = self._rule.settings
         values = [[_number(group[name]) for name in names] for group in groups]
         key = id(groups[0]), len(groups)
         if (known := self._texts.get(key)) is not None and known[0] == values:
             return known[1]
-        texts = []
+        texts, unlike = [], False
         for name, column in zip(names, zip(*values, strict=True), strict=True):
             if any(column):
                 each = [str(setting_text(value)) for value in column]
                 texts.append(f"{name}={each[0] if len(set(each)) == 1 else '/'.join(each)}")
+                unlike = unlike or len(set(each)) > 1
+        if unlike:
+            texts.append(f"parameters of groups {self._membership}")
         self._texts[key] = values, ", ".join(texts)
         return self._texts[key][1]
 
@@ -273,13 +307,14 @@ class NodeShards(Shards):
         if not run.gradient.numel():
             return
         # The ranks compare this text, because each steps its share for all.
-        text = f"step with {self._settings([group])} of parts {_checksum(stretches)}"
+        text = f"step with {self._text([group])} of parts {_checksum(stretches)}"
         receive = partial(run.update, stretches, group)
         # In `step` all ranks have the same averages or sums already, and AVG keeps them.
         self._shared.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
 
     def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
         # After this barrier all parameters are written, and no rank reads another's gradients.
+        self.forget_loaded()
         end = self._shared.free_unused if self._moved else self._shared.barrier().wait
         self._moved = False
         end()
@@ -410,8 +445,9 @@ class WorldShards(Shards):
         self._stepped.append(stretches)
 
     def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
-        text = f"step of parts {_checksum(self._stepped)} with {self._settings(groups)}"
+        text = f"step of parts {_checksum(self._stepped)} with {self._text(groups)}"
         self._stepped.clear()
+        self.forget_loaded()
         for bucket in reversed(buckets):  # forward reads the last bucket first
             flat = self._flats[bucket]
             if bucket is not self._carrier:
@@ -424,9 +460,9 @@ class WorldShards(Shards):
             self.synchronize()
             self._compare()
 
-    def begin_step(self) -> None:
+    def begin_step(self, max_norm: float | None) -> None:
         self._stepped.clear()  # of a step that has raised
-        self.synchronize()
+        super().begin_step(max_norm)
         self._compare()
 
     def synchronize(self, parameters: Iterable[torch.Tensor] | None = None) -> None:

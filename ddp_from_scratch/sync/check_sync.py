@@ -4,7 +4,9 @@ import hashlib
 import math
 import sys
 import weakref
+import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from numbers import Number
 from typing import Any
 
@@ -38,6 +40,9 @@ Mark = tuple[str, int]
 _STEPPED = " in the last step of the optimizer"
 # Keys of a parameter group that are not compared.
 _NO_SETTINGS = ("params", "param_names")
+# Not torch.device, since ranks have GPUs of their own.
+_PLAIN = (bool, complex, str, bytes, Enum, torch.dtype, torch.layout, torch.memory_format)
+_LONG = 200  # characters of a text
 
 
 def check_sync(
@@ -54,8 +59,9 @@ def check_sync(
     Args:
         module: its parameters are compared.
         process_group: the ranks that take part; None means all.
-        optimizers: the settings of their parameter groups are compared, too, and their state for
-            these parameters: tensors and numbers, also in lists and dicts. Ranks whose optimizer
+        optimizers: their number and classes are compared, too, the settings of their parameter
+            groups, which group each parameter is in, and their state for these parameters: tensors,
+            numbers and texts, also in lists and dicts. Ranks whose optimizer
             has a parameter must have the same state for it. Shards of the state are compared among
             the ranks that hold them; with shard="world" there is one each.
         ignore: names of parameters that are left out.
@@ -70,7 +76,11 @@ def check_sync(
     """
     check_group(process_group)
     with on_gpu_of(module):
-        return _compare(_Held(module, optimizers, ignore), process_group, "")
+        named = {
+            "the optimizer" if n == 1 else f"optimizer {n}": o for n, o in enumerate(optimizers, 1)
+        }
+        held = _Held(module, named, ignore, {"the number of optimizers": (str(len(named)), 0)})
+        return _compare(held, process_group, "")
 
 
 class DriftCheck(Extension):
@@ -92,7 +102,8 @@ class DriftCheck(Extension):
         self._every, self._is_due = every, bool(advice)
         self.advice: str = advice
         self._module, self._process_group, self._ignore = module, process_group, ignore
-        # Weak, so that a check does not keep an optimizer alive. Ordered by their first steps.
+        # Those that have stepped since the last check, by their last steps. Weak, so that a check
+        # does not keep an optimizer alive.
         self._optimizers = weakref.WeakKeyDictionary[torch.optim.Optimizer, None]()
 
     @property
@@ -101,6 +112,7 @@ class DriftCheck(Extension):
         return self._is_due or (self._of().iteration + 1) % self._every == 0
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.pop(optimizer, None)
         self._optimizers[optimizer] = None
 
     def on_set_step(self) -> None:
@@ -115,13 +127,36 @@ class DriftCheck(Extension):
             return None
         has_no_data = reducer.joining and reducer.sender.mean == 0  # not compared
         with on_gpu_of(self._module):
-            tensors = self._module, list(self._optimizers), self._ignore
-            held = None if has_no_data else _Held(*tensors)
+            stepped = list(self._optimizers)
+            optimizers = _by_what_they_step(self._module, stepped) if stepped else {}
+            self._optimizers.clear()
+            held = None if has_no_data else _Held(self._module, optimizers, self._ignore)
             try:
                 _compare(held, self._process_group, f"average {iteration}: ")
             except RuntimeError as error:
                 return RuntimeError(f"{error}. {self.advice}") if self.advice else error
         return None
+
+
+def _by_what_they_step(
+    module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, torch.optim.Optimizer]:
+    """Returns optimizers by names that are the same on every rank; of equal names the last.
+
+    Not by number: one rank may keep an optimizer that others have dropped.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    trained = {name for name, p in module.named_parameters() if p.requires_grad}
+    found = {}
+    for optimizer in optimizers:
+        ids = (id(p) for group in optimizer.param_groups for p in group["params"])
+        stepped = sorted(names[one] for one in ids if one in names)
+        whose = "the optimizer"
+        if not trained.issubset(stepped):
+            among = f"{stepped[0]} to {stepped[-1]}, {len(stepped)} in all" if stepped else "others"
+            whose = f"the {type(optimizer).__name__} of {among}"
+        found[whose] = optimizer
+    return {whose: found[whose] for whose in sorted(found)}
 
 
 class _Held:
@@ -130,24 +165,40 @@ class _Held:
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Mapping[str, torch.optim.Optimizer],
         ignore: Collection[str],
+        marks: Mapping[str, Mark] | None = None,
     ) -> None:
         named = {name: p for name, p in module.named_parameters() if name not in ignore}
         self.tensors: dict[str, torch.Tensor]
         self.tensors = {f"parameter {name}": p for name, p in named.items()}
         self.parameters: list[str] = list(self.tensors)
-        self.marks: dict[str, Mark] = {}  # causes come first, since an error names one difference
+        # Causes come first, since an error names one difference.
+        self.marks: dict[str, Mark] = dict(marks or {})
         states: dict[str, Mark] = {}
-        for number, optimizer in enumerate(optimizers):
-            whose = "the optimizer" if number == 0 else f"optimizer {number + 1}"
+        for whose, optimizer in optimizers.items():
+            self._hold_settings(whose, optimizer, named)
             self._hold(whose, optimizer, named, states)
         numbers = checksums(list(self.tensors.values()))
-        self.marks |= {
-            label: (kind_of(tensor), number)
-            for (label, tensor), number in zip(self.tensors.items(), numbers, strict=True)
-        }
+        for (label, tensor), number in zip(self.tensors.items(), numbers, strict=True):
+            self.marks[label] = kind_of(tensor), number
         self.marks |= states
+
+    def _hold_settings(
+        self, whose: str, optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor]
+    ) -> None:
+        names, groups = {id(p): name for name, p in named.items()}, optimizer.param_groups
+        self.marks[f"the class of {whose}"] = type(optimizer).__qualname__, 0
+        for index, group in enumerate(groups):
+            for name in filter(None, (names.get(id(p)) for p in group["params"])):
+                self.marks[f"the group of {name} in {whose}"] = str(index), 0
+        for index, group in enumerate(groups):
+            if names.keys().isdisjoint(map(id, group["params"])):
+                continue
+            where = f"group {index} of {whose}" if len(groups) > 1 else whose
+            for key, value in group.items():
+                if key not in _NO_SETTINGS and (text := setting_text(value)) is not None:
+                    self.marks[f"{key} of {where}"] = text, 0
 
     def _hold(
         self,
@@ -156,15 +207,7 @@ class _Held:
         named: Mapping[str, torch.Tensor],
         states: dict[str, Mark],
     ) -> None:
-        ours, groups = {id(p) for p in named.values()}, optimizer.param_groups
-        stepped = {id(parameter) for group in groups for parameter in group["params"]}
-        for index, group in enumerate(groups):
-            if ours.isdisjoint(map(id, group["params"])):
-                continue
-            where = f"group {index} of {whose}" if len(groups) > 1 else whose
-            for key, value in group.items():
-                if key not in _NO_SETTINGS and (text := setting_text(value)) is not None:
-                    self.marks[f"{key} of {where}"] = text, 0
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         divided = getattr(optimizer, "shard", "none") == "world"  # each rank has its own part
         if divided:
             optimizer.synchronize()  # type: ignore[attr-defined]  # parameters may be under way
@@ -179,7 +222,9 @@ class _Held:
             if not is_zero(optimizer):
                 states[end] = ", ".join(map(str, state)) or "nothing", 0
             for key, value in state.items():
-                if not divided or key == "step":
+                if isinstance(value, str):
+                    states[f"{key} in {end}"] = value, 0
+                elif not divided or key == "step":
                     self.tensors[f"{key} in {end}"] = value
 
     def digest(self, labels: Collection[str] | None = None) -> bytes:
@@ -196,11 +241,22 @@ def setting_text(value: Any) -> str | None:
         return f"{kind_of(value)} with checksum {checksums([value])[0]:x}"
     if isinstance(value, Number) and not isinstance(value, (bool, complex)):
         return repr(float(value))  # type: ignore[arg-type]  # a number of numpy, or an int
-    if value is None or isinstance(value, (bool, complex, str)):
+    if value is None or isinstance(value, _PLAIN):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(str(setting_text(one)) for one in value)})"
+        return _short(f"({', '.join(str(setting_text(one)) for one in value)})")
+    if isinstance(value, dict):
+        return _short(f"{{{', '.join(f'{k}: {setting_text(v)}' for k, v in value.items())}}}")
+    if isinstance(value, (set, frozenset)):
+        return _short(f"{{{', '.join(sorted(str(setting_text(one)) for one in value))}}}")
+    if hasattr(value, "__array__") and hasattr(value, "tolist"):  # an array of numpy, or its bool
+        return setting_text(value.tolist())
     return None
+
+
+def _short(text: str) -> str:
+    checksum = f"... with checksum {zlib.crc32(text.encode()):x}"
+    return text if len(text) <= _LONG else text[: _LONG // 2] + checksum
 
 
 def is_zero(optimizer: torch.optim.Optimizer) -> bool:
@@ -209,7 +265,8 @@ def is_zero(optimizer: torch.optim.Optimizer) -> bool:
     return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
-def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor | str]]:
+    """Returns tensors and numbers as tensors, and other values as texts, by their place."""
     if isinstance(state, torch.Tensor):
         yield key, state
     elif isinstance(state, Number):
@@ -218,6 +275,8 @@ def _values(state: Any, key: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(state, (dict, list, tuple)):
         for inner, value in state.items() if isinstance(state, dict) else enumerate(state):
             yield from _values(value, f"{key}.{inner}" if key else str(inner))
+    elif state is not None and (text := setting_text(state)) is not None:
+        yield key, text
 
 
 def _compare(held: _Held | None, process_group: dist.ProcessGroup | None, when: str) -> str:

@@ -5,7 +5,8 @@ other ranks                     into new tensors  |  ->  load_state_dict()
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -63,7 +64,8 @@ def broadcast_optimizer_state(
             ZeroRedundancyOptimizer, of which each rank has another part.
         RuntimeError: the optimizers differ in class, `shard`, number of groups or parameters, or in
             shapes or dtypes of parameters; the text names the first difference and the two ranks.
-            Or rank `src` has state that cannot be pickled. The text is the same on every rank.
+            Or state cannot be pickled, or `state_dict()`, `load_state_dict()` or a hook of them
+            raises on a rank. The text is the same on every rank.
     """
     _check_rank(src, process_group)
     parameters = _parameters(optimizer)
@@ -71,26 +73,42 @@ def broadcast_optimizer_state(
     with gpu.current(first):  # for nccl's object collectives
         _check_same_optimizer(optimizer, process_group)
         is_src = dist.get_rank(process_group) == src
-        messages, error, blob = list[torch.Tensor](), "", b""
-        # Of a divided state all ranks have a part, so all must call.
-        if is_src or getattr(optimizer, "shard", "none") == "world":
-            try:
+        messages, blob = list[torch.Tensor](), b""
+        with _together("the optimizer's state cannot be sent", process_group):
+            # Of a divided state all ranks have a part, so all must call.
+            if is_src or getattr(optimizer, "shard", "none") == "world":
                 packed = optimizer.state_dict()
-                if is_src:
-                    inline = not takes_cpu_tensors(process_group)
-                    blob = pickle.dumps(_replace(packed, _describe(messages, inline)))
-            except (pickle.PicklingError, AttributeError, TypeError) as found:
-                error = f"the optimizer's state on rank {src} cannot be pickled: {found}"
-        sent: list[Any] = [(blob, error)]
+            if is_src:
+                inline = not takes_cpu_tensors(process_group)
+                blob = pickle.dumps(_replace(packed, _describe(messages, inline)))
+        sent: list[Any] = [blob]
         dist.broadcast_object_list(sent, group=process_group, group_src=src)
-        blob, error = sent[0]
-        if error:
-            raise RuntimeError(error)
-        if not is_src:
-            loaded = _restore(pickle.loads(blob), parameters, messages)
+        refused = f"the state of rank {src}'s optimizer cannot be loaded"
+        with _together(refused, process_group):
+            if not is_src:
+                loaded = _restore(pickle.loads(sent[0]), parameters, messages)
         send_tensors(messages, src, process_group)
-    if not is_src:
-        _load(optimizer, parameters, loaded)
+        with _together(refused, process_group):
+            if not is_src:
+                _load(optimizer, parameters, loaded)
+    if hasattr(optimizer, "forget_loaded"):  # a `FlatOptimizer`, which would compare ranks' loads
+        optimizer.forget_loaded()
+
+
+@contextmanager
+def _together(problem: str, process_group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Raises on all ranks if the block, which may run a program's hooks, raises on one.
+
+    Otherwise the others would wait for this one. Collective.
+    """
+    text, cause = "", None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001  # all ranks raise it
+        cause, why = error, " ".join(str(error).split())
+        text = f"{problem}: rank {dist.get_rank(process_group)} has {type(error).__name__}: {why}"
+    if first := next(filter(None, gather_objects(text, process_group)), ""):
+        raise RuntimeError(first) from cause
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -186,8 +204,9 @@ def _load(
     optimizer.load_state_dict(loaded)
     # torch casts state to the dtype of its parameter, and rank `src`'s may have another one.
     for index, state in loaded["state"].items():
+        # What is not of a parameter, torch loads as it is.
         held = optimizer.state[parameters[index]] if isinstance(index, int) else {}
-        for key, value in state.items() if isinstance(state, dict) else ():
+        for key, value in state.items() if isinstance(state, dict) and held else ():
             is_cast = isinstance(value, torch.Tensor) and value.dtype != held[key].dtype
             if is_cast or isinstance(value, (list, tuple, dict)):
                 held[key] = value

@@ -177,6 +177,67 @@ def settings_differ_on(world):
     reducer.remove()
 
 
+@pytest.mark.parametrize(
+    ("shard", "memory"),
+    [("node", True), ("world", True), ("world", False)],
+    ids=["node", "world", "messages"],
+)
+@on("gloo-2")
+def test_refuses_norms_that_are_not_those_of_the_other_ranks(world, shard, memory):
+    model, optimizer, reducer = divided(world, memory=memory, shard=shard)
+    for norm in (1.0, None, torch.tensor(0.5)):
+        at_once(model, optimizer, max_norm=norm)
+    with pytest.raises(RuntimeError, match=r"max_norm=0\.25(?s:.*)max_norm=0\.5"):
+        at_once(model, optimizer, max_norm=0.25 * (1 + world.rank))
+    reducer.remove()
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["shared memory", "messages"])
+@on("gloo-2")
+def test_refuses_parameters_in_another_group_than_on_other_ranks(world, memory):
+    for rates in ((0.125, 0.5), (0.125, 0.125)):  # groups of equal settings step equally
+        model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+        ddp.broadcast_parameters(model)
+        reducer = ddp.Reducer(model, dist.new_group(), shared_memory=memory)
+        layers = reversed(model) if world.rank else model
+        groups = [
+            {"params": layer.parameters(), "lr": lr}
+            for layer, lr in zip(layers, rates, strict=True)
+        ]
+        optimizer = ddp.SGD(groups, reducer=reducer, shard="world")
+        told = r"lr=0.125/0.5, parameters of groups (\w+)(?s:.*)of groups (?!\1)"
+        with nullcontext() if len({*rates}) == 1 else pytest.raises(RuntimeError, match=told):
+            optimizer.backward_and_step(model(torch.ones(1, 32)).sum())
+        reducer.remove()
+
+
+@pytest.mark.parametrize(
+    ("shard", "memory"),
+    [("node", True), ("world", True), ("world", False)],
+    ids=["node", "world", "messages"],
+)
+@on("gloo-2")
+def test_refuses_another_state_than_other_ranks_have_loaded(world, shard, memory):
+    for change in ("none", "broadcast", "moment", "step", "one rank"):
+        model, optimizer, reducer = divided(world, memory=memory, shard=shard)
+        at_once(model, optimizer)
+        state = copy.deepcopy(optimizer.state_dict())
+        if change in ("moment", "step") and world.rank:
+            name = "exp_avg" if change == "moment" else "step"
+            state["state"][3][name].view(-1)[-1] += 1
+        if world.rank or change not in ("one rank", "broadcast"):
+            optimizer.load_state_dict(state)
+        if change == "broadcast":
+            ddp.broadcast_optimizer_state(optimizer, 1)
+        equal = change in ("none", "broadcast")
+        told = r"load_state_dict\(\) of a state with checksum \w+"
+        with nullcontext() if equal else pytest.raises(RuntimeError, match=told):
+            at_once(model, optimizer)
+        if equal:
+            at_once(model, optimizer)
+        reducer.remove()
+
+
 @pytest.mark.parametrize("crew", [slow("mpi-2"), "gloo-3"], indirect=True)
 def test_refuses_a_rate_that_is_not_that_of_the_other_ranks(crew):
     crew(settings_differ_on)

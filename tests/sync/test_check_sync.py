@@ -1,8 +1,10 @@
 """Checksums; ranks that hold the same bits, and ranks that do not."""
 
+import gc
 import math
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -219,6 +221,71 @@ def test_one_text_on_every_rank_names_the_first_difference(ranks, backend):
         assert found == [f"{on} is not the same on all ranks: {by}" for *_, on, by in DIFFERENCES]
 
 
+def with_setting(values):
+    def make(world, layers):
+        return [torch.optim.SGD([{"params": layers.parameters(), "kind": values[world.rank]}], 1.0)]
+
+    return make
+
+
+def with_text(world, layers):
+    optimizer = torch.optim.SGD(layers.parameters(), 1.0)
+    optimizer.state[layers[0].bias] = {"kind": {"of": "ab"[world.rank]}}
+    return [optimizer]
+
+
+def in_other_groups(world, layers):
+    layers = reversed(layers) if world.rank else layers
+    return [torch.optim.SGD([{"params": layer.parameters()} for layer in layers], 1.0)]
+
+
+def in_fewer_groups(world, layers):
+    groups = [{"params": layers[0].parameters()}, {"params": layers[1].parameters()}]
+    one = [{"params": layers[:2].parameters()}]
+    return [torch.optim.SGD(one if world.rank else groups, 1.0)]
+
+
+def of_another_class(world, layers):
+    return [(torch.optim.Adam if world.rank else torch.optim.SGD)(layers.parameters(), 1.0)]
+
+
+def one_more(world, layers):
+    return [torch.optim.SGD(layers.parameters(), 1.0) for _ in range(1 + world.rank)]
+
+
+KIND = "kind of the optimizer"
+UNLIKE = [
+    (with_setting([{"a": 1, "b": [2]}, {"a": 1, "b": [3]}]), KIND, "{a: 1.0, b: (2.0)}"),
+    (with_setting([{"one", "two"}, {"one"}]), KIND, "{'one', 'two'}"),
+    (with_setting([numpy.ones(2), numpy.zeros(2)]), KIND, "(1.0, 1.0)"),
+    (with_setting([torch.float32, torch.float64]), KIND, "torch.float32"),
+    (with_setting([[1] * 99, [1] * 98 + [2]]), KIND, "(1.0, "),
+    (with_text, "kind.of in the state of the optimizer for parameter 0.bias", "'a' there, 'b' on"),
+    (in_other_groups, "the group of 0.weight in the optimizer", "0 there, 2 on"),
+    (in_fewer_groups, "the group of 1.weight in the optimizer", "1 there, 0 on"),
+    (of_another_class, "the class of the optimizer", "SGD there, Adam on"),
+    (one_more, "the number of optimizers", "1 there, 2 on"),
+]
+
+
+def unlike(world):
+    layers = model()
+    for values in ([{1, 2}, {2, 1}], [numpy.float32(1), 1.0], [object(), object()]):
+        check_sync(layers, optimizers=with_setting(values)(world, layers))
+    return [
+        text_of(RuntimeError, check_sync, layers, optimizers=make(world, layers))
+        for make, *_ in UNLIKE
+    ]
+
+
+def test_unlike_optimizers_are_named(ranks):
+    one, other = ranks("gloo", 2)(unlike)
+    assert one == other
+    for text, (_, label, kinds) in zip(one, UNLIKE, strict=True):
+        assert text.startswith(f"{label} is not the same on all ranks: {FIRST}: {kinds}")
+        assert len(text) < 400
+
+
 def training(every, kind=torch.optim.SGD, **options):
     ours = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     for p in ours.parameters():
@@ -263,6 +330,41 @@ def of_a_state(world):
             step()
 
 
+def of_the_optimizers_that_all_have_stepped(world):
+    """One rank keeps an optimizer, ranks step two in another order, and one steps one more."""
+    ours, _, kept, step = training(1, momentum=0.5)
+    step()
+    kept.param_groups[0]["lr"] = 0.5 + world.rank
+    if world.rank:
+        del kept, step
+        gc.collect()
+    layers = [torch.optim.SGD(layer.parameters(), lr=0.125, momentum=0.5) for layer in ours]
+    alone = torch.optim.Adam([ours[0].bias], lr=0.0)
+
+    def backward():
+        ours(torch.ones(4, 2)).sum().backward()
+
+    def step_all():
+        backward()
+        for layer in layers if world.rank else layers[::-1]:
+            layer.step()
+        if world.rank:
+            alone.step()
+
+    ours.zero_grad()
+    for _ in range(3):
+        step_all()
+    backward()
+    layers[1].param_groups[0]["lr"] += world.rank
+    backward()  # no optimizer has stepped since
+    layers[1].param_groups[0]["lr"] = 0.125
+    step_all()
+    layers[1].param_groups[0]["lr"] += world.rank
+    text = "^average 8: lr of the SGD of 1.bias to 1.weight, 2 in all is not .*: 0.125 there, 1.125"
+    with pytest.raises(RuntimeError, match=text):
+        backward()
+
+
 def not_by_ranks_without_data(world):
     """They hold parameters of earlier steps until the end."""
     ours, reducer, _, step = training(2)
@@ -277,6 +379,7 @@ def not_by_ranks_without_data(world):
     ("backend", "drift"),
     [
         *(("gloo", of_a_parameter), ("gloo", of_a_state), slow("mpi", of_a_state)),
+        ("gloo", of_the_optimizers_that_all_have_stepped),
         ("gloo", not_by_ranks_without_data),
     ],
 )

@@ -1,6 +1,7 @@
 """One optimizer's state and settings on all ranks."""
 
 import pickle
+from datetime import timedelta
 
 import pytest
 import torch
@@ -125,6 +126,7 @@ def test_state_of_every_kind(world):
             "sparse": torch.eye(2).to_sparse(),
         }
         optimizer.param_groups[0]["name"] = "convolutions"
+        optimizer.state["of all"] = {"v": torch.full((4,), 3.0), "list": [torch.ones(5)]}
     broadcast_optimizer_state(optimizer, src=2)
     state = optimizer.state[weight]
     assert torch.equal(state["float32"], values)
@@ -133,6 +135,8 @@ def test_state_of_every_kind(world):
     assert state["list"][1][0].equal(torch.zeros(2, dtype=torch.int64))
     assert state["list"][1][1] is None
     assert state["number"] == 3
+    assert optimizer.state["of all"]["v"].equal(torch.full((4,), 3.0))
+    assert optimizer.state["of all"]["list"][0].equal(torch.ones(5))
     assert optimizer.param_groups[0]["name"] == "convolutions"
     assert optimizer.param_groups[0]["lr"].equal(torch.tensor(2.25))
     ddp.check_sync(layers, optimizers=[optimizer])
@@ -177,13 +181,74 @@ def unpicklable(world, layers):
     return optimizer
 
 
+class Unwilling:
+    """Cannot be pickled, or cannot be unpickled."""
+
+    def __init__(self, fails):
+        self.fails = fails
+
+    def __reduce__(self):
+        if self.fails:
+            raise ValueError("no\npickle")
+        return Unwilling.made, ()
+
+    @staticmethod
+    def made():
+        raise ValueError("not here")
+
+
+def with_state(layers, value):
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+    optimizer.state[layers[0].weight]["value"] = value
+    return optimizer
+
+
+def refuses_to_be_pickled(world, layers):
+    return with_state(layers, Unwilling(True))
+
+
+def refuses_to_be_unpickled(world, layers):
+    return with_state(layers, Unwilling(False))
+
+
+def round_in_a_circle(world, layers):
+    value = []
+    value.append(value)
+    return with_state(layers, value)
+
+
+def fails(*_):
+    raise KeyError("mine")
+
+
+def refuses_to_be_saved(world, layers):
+    optimizer = with_state(layers, 1)
+    if world.rank == 0:
+        optimizer.register_state_dict_pre_hook(fails)
+    return optimizer
+
+
+def refuses_to_be_loaded(world, layers):
+    optimizer = with_state(layers, 1)
+    if world.rank == 1:
+        optimizer.register_load_state_dict_pre_hook(fails)
+    return optimizer
+
+
+NOT_SENT = "the optimizer's state cannot be sent: rank 0 has "
+NOT_LOADED = "the state of rank 0's optimizer cannot be loaded: rank 1 has "
 REFUSED = [
     (other_class, "rank 0 has a torch.optim.adam.Adam; rank 1 has a torch.optim.sgd.SGD"),
     (other_shape, "rank 0 has a parameter of shape (40, 3) and torch.float32 in group 0; rank 1"),
     (fewer, "rank 0 has 4 parameters in group 0; rank 1 has 3 parameters in group 0"),
     (more_groups, "rank 0 has nothing more; rank 1 has 2 parameters in group 1"),
     (of_zero, "each rank has its own part of a ZeroRedundancyOptimizer's state"),
-    (unpicklable, "the optimizer's state on rank 0 cannot be pickled: cannot pickle 'generator'"),
+    (unpicklable, NOT_SENT + "TypeError: cannot pickle 'generator'"),
+    (refuses_to_be_pickled, NOT_SENT + "ValueError: no pickle"),
+    (round_in_a_circle, NOT_SENT + "RecursionError: "),
+    (refuses_to_be_saved, NOT_SENT + "KeyError: 'mine'"),
+    (refuses_to_be_unpickled, NOT_LOADED + "ValueError: not here"),
+    (refuses_to_be_loaded, NOT_LOADED + "KeyError: 'mine'"),
 ]
 
 
@@ -191,7 +256,8 @@ def refused(world):
     texts = []
     for program, _ in REFUSED:
         error = ValueError if program is of_zero else RuntimeError
-        texts.append(text_of(error, broadcast_optimizer_state, program(world, model())))
+        own = dist.new_group(timeout=timedelta(seconds=20))
+        texts.append(text_of(error, broadcast_optimizer_state, program(world, model()), 0, own))
     group = dist.new_group()
     _, optimizer = make(*KINDS[0], "torch")
     texts.append(text_of(ValueError, broadcast_optimizer_state, optimizer, 2, group))
