@@ -230,6 +230,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._reducer is None:
             kind = type(self).__name__
             raise RuntimeError(f"a copy of a ddp.{kind} has no Reducer: call backward() and step()")
+        self._reducer.check_current()
         if max_norm is not None and not max_norm >= 0:
             raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
         self._arrange(max_norm)
