@@ -28,7 +28,7 @@ from ddp_from_scratch.options.checks import (
 from ddp_from_scratch.options.finite import FiniteCheck
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.launch_order import CommunicatingLayers, layers_with_groups
-from ddp_from_scratch.options.local_steps import LocalSteps
+from ddp_from_scratch.options.local_steps import LocalSteps, StepsInHooks
 from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.stats import ReducerStats
 from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
@@ -182,6 +182,7 @@ class Reducer(CoreReducer):
             yield self._checks
             if not local_steps:
                 yield LocalSteps()
+                yield StepsInHooks()
             if find_unused_parameters or static_graph or skip_unused:
                 yield Unused(find_unused_parameters, static_graph, skip_unused)
             if broadcast_buffers or virtual_ranks is not None:

@@ -223,6 +223,10 @@ class Bucket:
             for window, source in zip(windows, sources, strict=True):
                 torch.mul(source, scale, out=window)
 
+    def taken(self) -> set[int]:
+        """Returns members whose gradient was packed, but whose `.grad` is None since then."""
+        return {i for i, parameter, _ in self._rows if parameter.grad is None} - self.unused
+
     def contribute_zeros(self) -> None:
         """Replaces the packed gradients with zeros. Scaling by 0 would keep NaN."""
         self.flat.zero_()

@@ -22,14 +22,15 @@ class Extension:
       `no_sync()`. `is_complete` returns False if this pass will add to it again.
       `check_gradient` raises if the bucket cannot hold this gradient, which is sparse, has a graph
       of its own, or could not be packed.
-    - launch: `may_launch` returns False if full buckets must wait for the end of backward, `skips`
-      True if no rank sends a bucket in this average. `on_launch` is called before a bucket
-      is packed, `on_packed` before the comm hook, `on_launched` after it or after an error, and
-      `on_agree` and `on_agreed` before and after a wait for the weights of all ranks.
+    - launch: `on_begin` is called when a backward pass has its first gradient. `may_launch` returns
+      False if full buckets must wait for the end of backward, `skips` True if no rank sends a
+      bucket in this average. `on_launch` is called before a bucket is packed, `on_packed` before
+      the comm hook, `on_launched` after it or after an error, and `on_agree` and
+      `on_agreed` before and after a wait for the weights of all ranks.
     - end: `takes_over_end` returns True if the extension ends the pass itself. Otherwise
       `before_end` is called before the last launches. If an exception has ended the pass,
-      `on_break` is called before `backward()` raises it. `on_all_launched` may return the error to
-      raise instead of unpacking, the same on all ranks. `finishes_last` returns True if other
+      `on_break` is called before `backward()` raises it. `on_all_launched` may return an error for
+      `backward()` to raise; this rank then unpacks nothing. `finishes_last` returns True if other
       Reducers in this pass must end theirs before. `used` returns the parameters whose `.grad`
       becomes the average; None means all.
     - wait: `on_wait` and `on_waited` are called around the wait for a bucket. If it failed,
@@ -59,6 +60,7 @@ class Extension:
         return True
 
     def check_gradient(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None: ...
+    def on_begin(self) -> None: ...
     def may_launch(self) -> bool:
         return True
 

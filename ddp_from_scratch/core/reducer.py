@@ -171,7 +171,7 @@ class CoreReducer(Extensible):
             return
         if gradient is None:
             if self.hooks is not None and self.hooks.was_cleared(index, noted):
-                self._error = self._cleared_gradient(index)
+                self._error = self.taken_gradient(index)
         elif gradient.is_sparse or gradient.requires_grad:
             for check in self.calls["check_gradient"]:
                 check(index, gradient, bucket)
@@ -214,6 +214,8 @@ class CoreReducer(Extensible):
         self.broken_off = False
         at_end = EndOfPass(self) if self.calls["on_break"] else self.end_pass
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        for call in self.calls["on_begin"]:
+            call()
 
     def is_in_pass(self) -> bool:
         """True if autograd is now executing the pass that has begun."""
@@ -272,7 +274,7 @@ class CoreReducer(Extensible):
                             check(index, parameter.grad, bucket)
                     raise
                 if gone:
-                    self._error = self._cleared_gradient(min(gone))
+                    self._error = self.taken_gradient(min(gone))
                 if sender.mean == 0:
                     bucket.contribute_zeros()
             for call in self.calls["on_packed"]:
@@ -460,7 +462,8 @@ class CoreReducer(Extensible):
                 "use the new one"
             )
 
-    def _cleared_gradient(self, index: int) -> RuntimeError:
+    def taken_gradient(self, index: int) -> RuntimeError:
+        """The error for a `.grad` that the program has set to None during backward."""
         return RuntimeError(
             f"the gradient of parameter {self.names[index]} was taken away on rank {self.rank} "
             f"before it was averaged: a hook of the program has set .grad to None. Step, and clear "

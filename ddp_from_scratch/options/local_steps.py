@@ -1,8 +1,9 @@
-"""Tells when an optimizer steps on gradients that no average has touched."""
+"""Tells when parameters are stepped on gradients that no average has touched."""
 
 import warnings
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from types import NoneType
 from typing import NamedTuple
 
@@ -10,9 +11,15 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import shortened
+from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.sync.check_sync import DriftCheck
+
+_version = attrgetter("_version")  # mapped over all parameters, so not a Python function
+# `StepsInHooks` looks at the second backward pass, and then at every tenth. In the first one the
+# ranks' parameters are compared (`_FirstAverage` in checks.py).
+_EVERY = 10
 
 
 class _Step(NamedTuple):
@@ -102,6 +109,47 @@ class LocalSteps(Extension):
             raise RuntimeError(text)
         self._has_warned = True
         warnings.warn(text, stacklevel=5)  # where the program calls step()
+
+
+class StepsInHooks(Extension):
+    """Raises if the program's hooks step parameters, or take gradients, during backward.
+
+    Such a hook may run after ours, which has sent the gradient already. torch does not count writes
+    to `parameter.data`, so those are missed unless the hook takes the gradient, too. A comm hook
+    may step what it has averaged, so it is not looked at.
+    """
+
+    def attach(self, reducer: CoreReducer) -> None:
+        super().attach(reducer)
+        self._before: list[int] | None = None  # the parameters' versions when the pass began
+
+    def on_begin(self) -> None:
+        reducer: CoreReducer = self._of()
+        looks = reducer.iteration % _EVERY == 1 and reducer.sender.hook is average
+        self._before = [*map(_version, reducer.parameters)] if looks else None
+
+    def on_all_launched(self) -> RuntimeError | None:
+        reducer: CoreReducer = self._of()
+        before, self._before = self._before, None
+        if before is None:
+            return None
+        taken = set[int]().union(*(bucket.taken() for bucket in reducer.flat_buckets))
+        if taken:
+            return reducer.taken_gradient(min(taken))
+        now = [*map(_version, reducer.parameters)]
+        if now == before:
+            return None
+        rows = zip(reducer.names, before, now, strict=True)
+        written = [name for name, then, this in rows if then != this]
+        return RuntimeError(
+            f"{shortened(written)} changed during the backward pass on rank {reducer.rank}, before "
+            f"the gradients were averaged: a hook of the program writes to parameters. Step when "
+            f"backward() has returned; if each rank is meant to step on its own gradients, use "
+            f"local_steps=True"
+        )
+
+    def on_abort(self) -> None:
+        self._before = None
 
 
 def _is_nonzero(gradient: torch.Tensor | None) -> bool:

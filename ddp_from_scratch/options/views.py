@@ -108,6 +108,9 @@ class ViewBucket(Bucket):
         self.unused |= gone
         return gone
 
+    def taken(self) -> set[int]:
+        return super().taken() - self._packed
+
     def _are_new(self, gradients: Sequence[Any]) -> bool:
         """True, as in most passes, if no gradient is in the bucket but all windows to lend are."""
         if any(map(is_, gradients, repeat(None))):

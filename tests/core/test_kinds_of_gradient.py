@@ -344,6 +344,48 @@ def test_a_gradient_that_a_hook_takes_is_missed(world, options, take, later):
         assert_grads(model, mean(world))
 
 
+def add(parameter):
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def add_to_all_and_clear(gradient, model):
+    """As LOMO does: each gradient's hook steps and clears those that are there already."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.data.add_(parameter.grad, alpha=-1)
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("lomo", [False, True], ids=["adds", "adds and clears"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@on("gloo-2")
+def test_a_hook_that_steps_by_hand_raises(world, options, lomo):
+    """It runs after ours, on a gradient that is in its bucket or sent already."""
+    model = Terms(2, 3) if lomo else Terms(2, 3, 40_000)  # large views are in the bucket at once
+    reducer = Reducer(model, **options)
+    model(own(world)).backward()
+    model.zero_grad()
+    for parameter in model.parameters():
+        if lomo:
+            parameter.register_hook(partial(add_to_all_and_clear, model=model))
+        else:
+            parameter.register_post_accumulate_grad_hook(add)
+    with pytest.raises(RuntimeError, match=r"was taken away on rank|changed during the backward"):
+        model(own(world)).backward()
+    assert reducer.iteration == 2
+
+
+@on("gloo-2")
+def test_local_steps_in_a_hook_are_allowed(world):
+    model = Terms(2, 3)
+    Reducer(model, local_steps=True)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(add)
+    model(own(world)).backward()
+    assert_grads(model, mean(world))
+
+
 @on("gloo-2")
 def test_an_optimizer_that_steps_in_a_hook_before_ours_is_refused(world):
     """For the first gradient of the pass, too, which our hooks have not seen yet."""

@@ -214,7 +214,9 @@ def test_reports_and_errors_name_the_rank(tmp_path, capfd):
     assert ends(tmp_path / "out", NAMES_A_RANK, code=1, stall_after=0.5) == []
     said = capfd.readouterr().err
     assert "  rank 0: 6 of 6 gradients have arrived\n  rank 1: 0 of 6 gradients" in said
-    assert "parameter 0.bias became requires_grad=False on rank 1 after the Reducer was made" in said
+    assert (
+        "parameter 0.bias became requires_grad=False on rank 1 after the Reducer was made" in said
+    )
 
 
 @pytest.mark.slow
