@@ -549,7 +549,8 @@ class Player:
 
     def clip(self, max_norm: float) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = sum(v.to_dense().abs().double().square().sum() for v in gradients).sqrt()
+        squares = [v.to_dense().abs().double().square().sum() for v in gradients]
+        norm = sum(squares, torch.zeros((), dtype=torch.float64)).sqrt()
         for gradient in gradients:
             gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
