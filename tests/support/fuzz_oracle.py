@@ -233,7 +233,8 @@ class Oracle:
         no = no or any(self._counted) or op.branch >= len(case.branches)
         if no or any(self._trains(player) != self._trainable for player in self._players):
             return None
-        if not self._trainable.intersection(case.branches[op.branch]):
+        part = self._trainable.intersection(case.branches[op.branch])
+        if not part or part == self._trainable:  # it would replace the first Reducer
             return None
         self._has_second = True
         return Expected()
