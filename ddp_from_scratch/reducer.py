@@ -27,7 +27,6 @@ from ddp_from_scratch.options.checks import (
 )
 from ddp_from_scratch.options.finite import FiniteCheck
 from ddp_from_scratch.options.fused_wgrad import FusedWgrad
-from ddp_from_scratch.options.launch_order import CommunicatingLayers, layers_with_groups
 from ddp_from_scratch.options.local_steps import LocalSteps, StepsInHooks
 from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.stats import ReducerStats
@@ -202,8 +201,6 @@ class Reducer(CoreReducer):
                 yield FusedWgrad()
             if check_finite:
                 yield FiniteCheck()
-            if layers_with_groups(module):
-                yield CommunicatingLayers()
             yield BucketHooks()
             yield from extensions
 
@@ -227,6 +224,7 @@ class Reducer(CoreReducer):
             ready_order=ready_order,
             extensions=options(),
         )
+        launch_order.look_for_layers(self)
         launch_order.add(self, memory_of)
 
     meets = True  # all ranks construct this object together

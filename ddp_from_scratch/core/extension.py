@@ -19,20 +19,15 @@ class Extension:
     - forward: `on_forward` and `on_forwarded` are called before and after each forward pass of the
       module, with or without gradients.
     - ready: `on_gradient` says that a parameter has its gradient in `.grad`, also under
-      `no_sync()`. `is_complete` returns False if this pass will add to it again.
-      `check_gradient` raises if the bucket cannot hold this gradient, which is sparse, has a graph
-      of its own, or could not be packed.
-    - launch: `on_begin` is called when a backward pass has its first gradient. `may_launch` returns
-      False if full buckets must wait for the end of backward, `skips` True if no rank sends a
-      bucket in this average. `on_launch` is called before a bucket is packed, `on_packed` before
-      the comm hook, `on_launched` after it or after an error, and `on_agree` and
-      `on_agreed` before and after a wait for the weights of all ranks.
-    - end: `takes_over_end` returns True if the extension ends the pass itself. Otherwise
-      `before_end` is called before the last launches. If an exception has ended the pass,
-      `on_break` is called before `backward()` raises it. `on_all_launched` may return an error for
-      `backward()` to raise; this rank then unpacks nothing. `finishes_last` returns True if other
-      Reducers in this pass must end theirs before. `used` returns the parameters whose `.grad`
-      becomes the average; None means all.
+      `no_sync()`. `check_gradient` raises if the bucket cannot hold this gradient, which is sparse,
+      has a graph of its own, or could not be packed.
+    - launch: `on_begin` is called when a backward pass has its first gradient. `on_launch` is
+      called before a bucket is packed, `on_packed` before the comm hook, `on_launched` after it or
+      after an error, and `on_agree` and `on_agreed` before and after a wait for the weights of all
+      ranks.
+    - end: if an exception has ended the pass, `on_break` is called before `backward()` raises it.
+      `on_all_launched` may return an error for `backward()` to raise; this rank then unpacks
+      nothing. `finishes_last` returns True if other Reducers in this pass must end theirs before.
     - wait: `on_wait` and `on_waited` are called around the wait for a bucket. If it failed,
       the bucket is not LANDED. A comm hook that allows one bucket in flight adds an empty wait.
     - unpack: `on_finished` is called when the averages of a bucket are in `.grad`.
@@ -43,8 +38,8 @@ class Extension:
       unless it has raised, `on_set_step` before the first step of new ranks, `on_abort` when a step
       is dropped, `remove` when the Reducer is removed from its module.
 
-    `on_all_launched`, `used` and `on_average` may communicate: every rank calls them.
-    `before_end`, `on_set_step` and `on_abort` must not.
+    `on_all_launched` and `on_average` may communicate: every rank calls them. `on_set_step` and
+    `on_abort` must not. What only one extension may answer is in `policies.py`.
     """
 
     def attach(self, reducer: Any) -> None:
@@ -56,33 +51,17 @@ class Extension:
     def on_forward(self) -> None: ...
     def on_forwarded(self, outputs: object) -> None: ...
     def on_gradient(self, index: int) -> None: ...
-    def is_complete(self, index: int) -> bool:
-        return True
-
     def check_gradient(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None: ...
     def on_begin(self) -> None: ...
-    def may_launch(self) -> bool:
-        return True
-
-    def skips(self, bucket: Bucket) -> bool:
-        return False
-
     def on_launch(self, bucket: Bucket) -> None: ...
     def on_agree(self) -> None: ...
     def on_agreed(self) -> None: ...
     def on_packed(self, bucket: Bucket) -> None: ...
     def on_launched(self, bucket: Bucket) -> None: ...
-    def takes_over_end(self) -> bool:
-        return False
-
-    def before_end(self) -> None: ...
     def on_break(self, number: int) -> None: ...
     def on_all_launched(self) -> RuntimeError | None: ...
     def finishes_last(self) -> bool:
         return False
-
-    def used(self) -> set[int] | None:
-        return None
 
     def on_wait(self, bucket: Bucket) -> None: ...
     def on_waited(self, bucket: Bucket) -> None: ...

@@ -21,6 +21,7 @@ from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Extensible, Extension
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
 from ddp_from_scratch.core.layout import Layout
+from ddp_from_scratch.core.policies import LaunchOrder, Usage
 
 IDLE = -1
 
@@ -64,6 +65,8 @@ class CoreReducer(Extensible):
         if ready_order is not None and sorted(ready_order) != sorted(layout.names):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
         super().__init__()
+        self.usage: Usage | None = None
+        self.order: LaunchOrder | None = None
         self.module = module
         self.sender = sender
         self.layout = layout
@@ -107,6 +110,14 @@ class CoreReducer(Extensible):
         # These hooks keep the Reducer alive as long as its module.
         self.hooks.handles += hook_module(module, self)
         self.layout_changed()
+
+    def add_extension(self, extension: Extension, first: bool = False) -> None:
+        """Starts to call this extension. A policy takes the place of an earlier one."""
+        if isinstance(extension, Usage):
+            self.usage = extension
+        elif isinstance(extension, LaunchOrder):
+            self.order = extension
+        super().add_extension(extension, first)
 
     # Layout -------------------------------------------------------------------------------------
 
@@ -183,9 +194,8 @@ class CoreReducer(Extensible):
         if self.ready_order is None:
             self._seen.pop(index, None)  # a second gradient moves it to the later place
             self._seen[index] = None
-        for is_complete in self.calls["is_complete"]:
-            if not is_complete(index):
-                return
+        if self.usage is not None and not self.usage.is_last_gradient(index):
+            return
         if bucket.state is not BucketState.FILLING:
             if gradient is not None:
                 self._error = self._second_gradient(index)  # raised when no other rank waits
@@ -237,9 +247,8 @@ class CoreReducer(Extensible):
         """Launches buckets up to the first that is not full. `early`: backward still runs."""
         if early and not self.overlap:
             return
-        for may_launch in self.calls["may_launch"] if early else ():
-            if not may_launch():
-                return
+        if early and self.order is not None and not self.order.may_launch():
+            return
         # By index: readiness differs between ranks, and all must issue the same collectives.
         while self.next_bucket < len(self.all_buckets):
             bucket = self.all_buckets[self.next_bucket]
@@ -247,10 +256,7 @@ class CoreReducer(Extensible):
                 return
             if not self.sender.concurrent:
                 self.await_hook()
-            for skips in self.calls["skips"]:
-                if skips(bucket):
-                    break
-            else:
+            if self.usage is None or not self.usage.skips(bucket):
                 self._pack_and_launch(bucket)
             self.next_bucket += 1
 
@@ -306,9 +312,8 @@ class CoreReducer(Extensible):
         """Launches the rest, and waits. Autograd calls it when the pass is over. Idempotent."""
         if self.pass_number == IDLE:
             return
-        for takes_over in self.calls["takes_over_end"]:
-            if takes_over():
-                return
+        if self.order is not None and self.order.end_backward():
+            return
         if self.launch_rest() and (error := self.finish()) is not None:
             raise error
 
@@ -318,8 +323,10 @@ class CoreReducer(Extensible):
             if bucket.noted:
                 self.count_noted()
         self.pass_number, self.broken_off = IDLE, False
-        for call in self.calls["before_end"]:
-            call()
+        if self.order is not None:
+            self.order.pass_ended()
+        if self.usage is not None:
+            self.usage.mark_unused()
         if self.next_bucket < len(self.all_buckets):
             self.launch_full_buckets()
         if not self.sender.concurrent:
@@ -351,9 +358,7 @@ class CoreReducer(Extensible):
         for call in self.calls["on_all_launched"]:
             error = call() or error
         takes_part = has_data and error is None
-        used: set[int] | None = None
-        for call in self.calls["used"]:
-            used = call()
+        used = None if self.usage is None else self.usage.agree_used()
         for bucket in self.all_buckets:
             self._wait(bucket)
             span_of = span if bucket.state is BucketState.LANDED else nullcontext
@@ -370,10 +375,11 @@ class CoreReducer(Extensible):
             self._agree_on_order()
         for call in self.calls["on_average"]:
             call(self.iteration, takes_part)
-        # All are called, since each forgets what belongs to this average; the first error counts.
-        for call in self.calls["error"] if has_data else ():
-            found = call()
-            error = found if error is None else error
+        if has_data:
+            # All are called, since each forgets what belongs to this average; the first counts.
+            found = [None if self.usage is None else self.usage.misused()]
+            found += [call() for call in self.calls["error"]]
+            error = next((each for each in (error, *found) if each is not None), None)
         return error
 
     def _wait(self, bucket: Bucket) -> None:

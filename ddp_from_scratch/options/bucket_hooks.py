@@ -32,7 +32,7 @@ class BucketHooks(Extension):
     def on_layout(self) -> None:
         reducer: CoreReducer = self._of()
         calls, order = reducer.calls, reducer.ready_order
-        each = bool(calls["on_gradient"] or calls["is_complete"] or reducer.needs_each)
+        each = bool(calls["on_gradient"] or reducer.needs_each)
         hooked = order is None or each, reducer.flat_buckets
         if reducer.hooks is None or hooked == self._hooked:
             return

@@ -7,7 +7,7 @@ the newest launches first, because forward mostly runs modules in the order in w
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -15,25 +15,9 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.common.errors import shortened
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.policies import LaunchOrder
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.options.unused import Unused, will_accumulate_any
-
-
-class CommunicatingLayers(Extension):
-    """Holds full buckets back if layers communicate and the points of launch may differ."""
-
-    def attach(self, reducer: CoreReducer) -> None:
-        super().attach(reducer)
-        self._layers = layers_with_groups(reducer.module)
-
-    def may_launch(self) -> bool:
-        return has_fixed_order(self._of()) or not self.communicate()
-
-    def communicate(self) -> bool:
-        """True if layers communicate in the Reducer's own group."""
-        ours = self._of().process_group or dist.group.WORLD
-        return any((layer.process_group or dist.group.WORLD) is ours for layer in self._layers)
 
 
 def has_fixed_order(reducer: CoreReducer) -> bool:
@@ -50,16 +34,18 @@ def layers_with_groups(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def communicate(reducer: CoreReducer) -> bool:
     """True if layers of the Reducer's module communicate in its group."""
-    found = reducer.extension(CommunicatingLayers)
+    found = reducer.extension(OneOrder)
     return found is not None and found.communicate()
 
 
 def look_for_layers(reducer: CoreReducer) -> None:
-    """Adds the extension if the module has such layers; an earlier one is replaced."""
-    if (found := reducer.extension(CommunicatingLayers)) is not None:
-        reducer.remove_extension(found)
-    if layers_with_groups(reducer.module):
-        reducer.add_extension(CommunicatingLayers())
+    """Makes the Reducer look at the layers of its module that communicate, if there are any."""
+    layers, found = layers_with_groups(reducer.module), reducer.extension(OneOrder)
+    if layers and found is None:
+        found = OneOrder()
+        reducer.add_extension(found)
+    if found is not None:
+        found.layers = layers
 
 
 # In the order of construction, which is the same on all ranks of a group. Not a list of weak
@@ -123,8 +109,8 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
     _made[id(reducer)] = reducer
     everyone = living()
     for each in everyone if len(everyone) > 1 else []:
-        if each.extension(Several) is None:
-            each.add_extension(Several())
+        if each.extension(OneOrder) is None:
+            each.add_extension(OneOrder())
         if not new.isdisjoint(map(id, each.parameters)):
             each.layout_changed()
 
@@ -146,8 +132,13 @@ def shared_parameters(reducer: CoreReducer) -> set[int]:
     return {index for index, p in enumerate(reducer.parameters) if id(p) in ids} if ids else set()
 
 
-class Several(Extension):
-    """Makes a Reducer launch after the Reducers before it, and end the pass together with them."""
+class OneOrder(LaunchOrder):
+    """Makes a Reducer launch after the Reducers before it, and end the pass together with them.
+
+    Holds full buckets back if layers communicate and the points of launch may differ.
+    """
+
+    layers: Sequence[torch.nn.Module] = ()  # those of the Reducer's module with a group
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
@@ -156,8 +147,15 @@ class Several(Extension):
         # A pass, and the Reducers that launch before this one in it, with their iterations.
         self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
 
+    def communicate(self) -> bool:
+        """True if layers communicate in the Reducer's own group."""
+        ours = self._of().process_group or dist.group.WORLD
+        return any((layer.process_group or dist.group.WORLD) is ours for layer in self.layers)
+
     def may_launch(self) -> bool:
         reducer, everyone = self._of(), living()
+        if not has_fixed_order(reducer) and self.communicate():
+            return False
         if len(everyone) < 2:
             return True
         unused = reducer.extension(Unused) if reducer.may_be_unused else None
@@ -179,7 +177,7 @@ class Several(Extension):
         fixed = all(has_fixed_order(each) for each in (reducer, *ahead))
         return fixed or not any(communicate(r) and _takes_part(r) for r in everyone)
 
-    def takes_over_end(self) -> bool:
+    def end_backward(self) -> bool:
         reducer, everyone = self._of(), living()
         if reducer.broken_off:
             return False
@@ -201,7 +199,7 @@ class Several(Extension):
             raise errors[0]
         return True
 
-    def before_end(self) -> None:
+    def pass_ended(self) -> None:
         self._ahead = (IDLE, {})
 
     def on_break(self, number: int) -> None:

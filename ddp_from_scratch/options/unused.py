@@ -15,7 +15,7 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.group import of_member, wait
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.policies import Usage
 from ddp_from_scratch.core.reducer import CoreReducer
 
 _requires_grad = attrgetter("requires_grad")
@@ -48,7 +48,7 @@ class _Forward:
         self.others: list[weakref.ref[torch.Tensor]] = [weakref.ref(leaf) for leaf in others]
 
 
-class Unused(Extension):
+class Unused(Usage):
     """Lets parameters get no gradient in a backward pass.
 
     The graph of each forward pass is walked. Parameters that backward cannot reach are marked
@@ -171,7 +171,7 @@ class Unused(Extension):
     def on_gradient(self, index: int) -> None:
         self._used.add(index)
 
-    def is_complete(self, index: int) -> bool:
+    def is_last_gradient(self, index: int) -> bool:
         if not self.is_static:
             return True
         self._counted[index] += 1
@@ -180,11 +180,11 @@ class Unused(Extension):
     def skips(self, bucket: Bucket) -> bool:
         return self.skip and self._has_agreed and self._used.isdisjoint(bucket.members)
 
-    def before_end(self) -> None:
+    def mark_unused(self) -> None:
         if self._of().may_be_unused:
             self._of().mark_unused(range(self._count))
 
-    def used(self) -> set[int] | None:
+    def agree_used(self) -> set[int] | None:
         """Returns the parameters that some rank used since the last average; None means all."""
         reducer: CoreReducer = self._of()
         used, self._used = self._used, set()
@@ -195,7 +195,7 @@ class Unused(Extension):
         if not reducer.may_be_unused:
             return None
         if self._used_by_any is not None:
-            # `is_complete` does not count gradients under no_sync(), but `used` holds them.
+            # `is_last_gradient` counts no gradients under no_sync(), but `used` holds them.
             self._unforeseen = used - self._used_by_any
             return self._used_by_any
         group = reducer.sender.group()
@@ -218,7 +218,7 @@ class Unused(Extension):
             self._used_by_any = used
         return used | inherited
 
-    def error(self) -> RuntimeError | None:
+    def misused(self) -> RuntimeError | None:
         if not self.is_static:
             return None
         reducer: CoreReducer = self._of()

@@ -1,0 +1,49 @@
+"""The answers that a Reducer asks for: which gradients a pass computes, and when to launch.
+
+Unlike other extensions, a Reducer has one of each kind or none, so there is one answer.
+"""
+
+from abc import abstractmethod
+
+from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.extension import Extension
+
+
+class Usage(Extension):
+    """Decides which parameters get a gradient. Without one, each gets exactly one in each pass."""
+
+    @abstractmethod
+    def is_last_gradient(self, index: int) -> bool:
+        """True if this pass adds nothing more to this parameter's gradient."""
+
+    @abstractmethod
+    def skips(self, bucket: Bucket) -> bool:
+        """True if this average leaves the bucket out. The same on all ranks."""
+
+    @abstractmethod
+    def mark_unused(self) -> None:
+        """Called when the pass is over: marks the parameters that have got no gradient."""
+
+    @abstractmethod
+    def agree_used(self) -> set[int] | None:
+        """Returns the parameters whose `.grad` becomes the average; None means all. Collective."""
+
+    @abstractmethod
+    def misused(self) -> RuntimeError | None:
+        """Returns what `backward()` must raise on this rank, after the average."""
+
+
+class LaunchOrder(Extension):
+    """Keeps one order of collectives on all ranks. Without one, a Reducer launches full buckets."""
+
+    @abstractmethod
+    def may_launch(self) -> bool:
+        """False if full buckets must wait, at the latest for the end of backward."""
+
+    @abstractmethod
+    def end_backward(self) -> bool:
+        """Ends the pass, with those of other Reducers; False leaves that to this Reducer."""
+
+    @abstractmethod
+    def pass_ended(self) -> None:
+        """Called before the last launches of a pass."""
