@@ -7,7 +7,7 @@ The file follows one gradient from top to bottom: `ready`, `launch_full_buckets`
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -49,6 +49,8 @@ class CoreReducer(Extensible):
         needs_each: True if autograd must call for each gradient: a pass may end before all of them.
         drops_at_once: True if a step that is dropped does not wait for what is in flight.
         next_bucket: every bucket before this index has been launched.
+        usage, order: the policies, if any (`policies.py`).
+        step_bucket: steps the parameters of a bucket that has landed; see `step_in_backward`.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class CoreReducer(Extensible):
         super().__init__()
         self.usage: Usage | None = None
         self.order: LaunchOrder | None = None
+        self.step_bucket: Callable[[Bucket], None] | None = None
         self.module = module
         self.sender = sender
         self.layout = layout
@@ -366,6 +369,8 @@ class CoreReducer(Extensible):
                 bucket.unpack(used if takes_part else ())
             for call in self.calls["on_finished"]:
                 call(self.iteration, bucket, takes_part)
+            if takes_part and self.step_bucket is not None:
+                self.step_bucket(bucket)
         self.next_bucket, self.iteration = 0, self.iteration + 1
         self.local.clear()
         if self.sender.weight is not None:
@@ -377,9 +382,10 @@ class CoreReducer(Extensible):
             call(self.iteration, takes_part)
         if has_data:
             # All are called, since each forgets what belongs to this average; the first counts.
-            found = [None if self.usage is None else self.usage.misused()]
-            found += [call() for call in self.calls["error"]]
-            error = next((each for each in (error, *found) if each is not None), None)
+            verdicts = () if self.usage is None else (self.usage.misused,)
+            for call in (*verdicts, *self.calls["error"]):
+                found = call()
+                error = found if error is None else error
         return error
 
     def _wait(self, bucket: Bucket) -> None:
@@ -433,6 +439,15 @@ class CoreReducer(Extensible):
                 raise error
         finally:
             self.by_hand = False
+
+    @contextmanager
+    def step_in_backward(self, step_bucket: Callable[[Bucket], None]) -> Iterator[None]:
+        """Calls this for each bucket whose averages are in `.grad`, in backward passes inside."""
+        self.step_bucket = step_bucket
+        try:
+            yield
+        finally:
+            self.step_bucket = None  # also after an error: a later backward() must not step
 
     def abort_step(self) -> None:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""

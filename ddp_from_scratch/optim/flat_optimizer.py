@@ -19,7 +19,6 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.shards import SHARDS, NoShards
 from ddp_from_scratch.optim.update_rules import (
@@ -362,7 +361,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._rule.step(parameter, parameter.grad, state, group)
 
 
-class _BackwardAndStep(Extension):
+class _BackwardAndStep:
     """The closure of `backward_and_step`, which steps buckets during `backward()`."""
 
     def __init__(
@@ -372,12 +371,8 @@ class _BackwardAndStep(Extension):
         self._averaged, self.norm = False, None if clip is None else torch.zeros((), device="cpu")
 
     def __call__(self) -> torch.Tensor:
-        self._reducer.add_extension(self)
-        try:
+        with self._reducer.step_in_backward(self._step_landed):
             self._loss.backward()
-        finally:
-            # Also after an error, since a later backward() must not step.
-            self._reducer.remove_extension(self)
         if not self._averaged:
             self._reducer.check_complete()
             raise RuntimeError(
@@ -386,18 +381,14 @@ class _BackwardAndStep(Extension):
             )
         return self._loss
 
-    def finishes_last(self) -> bool:
-        # Other Reducers' averages come first: a norm is of all gradients, and other Reducers may
-        # compare parameters, which this steps.
-        return True
-
-    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
+    def _step_landed(self, bucket: Bucket) -> None:
         optimizer, landed = self._optimizer, [bucket]
-        if self._clip is not None:  # all at the last
-            landed = [*optimizer._runs] if bucket is self._reducer.all_buckets[-1] else []
-            self.norm = optimizer._clip(self._clip) if landed and takes_part else self.norm
+        if self._clip is not None:
+            if bucket is not self._reducer.all_buckets[-1]:
+                return
+            landed, self.norm = [*optimizer._runs], optimizer._clip(self._clip)
         for each in landed:
-            if takes_part and each in optimizer._runs:
+            if each in optimizer._runs:
                 self._averaged = True
                 optimizer._step_bucket(each)
                 for parameter in each.parameters() if optimizer.shard != "none" else ():

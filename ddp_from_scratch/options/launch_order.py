@@ -192,7 +192,8 @@ class OneOrder(LaunchOrder):
             together.append(reducer)
         # Launches all buckets before the first wait, because `finish` issues collectives, too.
         complete = [r for r in together if r.launch_rest()]
-        complete.sort(key=lambda r: any(call() for call in r.calls["finishes_last"]))
+        # Averages before steps: a norm is of all gradients, and Reducers may compare parameters.
+        complete.sort(key=lambda r: r.step_bucket is not None)
         # Raises after all averages, since the other ranks need this rank's buckets.
         errors = [error for r in complete if (error := r.finish()) is not None]
         if errors:

@@ -151,6 +151,8 @@ def _values(*states: dict[str, list[Any]], kinds: Sequence[str] = KINDS) -> Any:
 def _near(value: Any, correct: Any, tolerance: float) -> bool:
     if value is None or correct is None:
         return value is correct
+    if value.shape != correct.shape:  # a buffer that has grown on one rank
+        return False
     return bool((np.abs(value - correct) <= tolerance).all())
 
 
