@@ -367,7 +367,7 @@ def fits(name: str, option: str) -> bool:
     movable = all(
         p.dtype in ("float32", "float64") and p.kind not in kinds for p in case.parameters
     )
-    same = case.writes is None and steps_with_averages(case.operations)
+    same = case.writes is None and steps_with_averages(case.operations, case.wrapped)
     same = same and not any(isinstance(op, Set) and op.rank is not None for op in case.operations)
     return case.shard == "none" or (movable and same and case.optimizer != "Muon")
 

@@ -211,7 +211,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     if reduce == "sum":
         operations = tuple(with_all_ranks(op) for op in operations)
     # All ranks step in the same way, as Muon and shards need.
-    in_step = flat and regular and writes is None and steps_with_averages(operations)
+    in_step = flat and regular and writes is None and steps_with_averages(operations, wrapped)
     in_step = in_step and special is None
     muon = in_step and once_in(3)
     can_divide = in_step and not muon and "bfloat16" not in dtypes
@@ -254,16 +254,21 @@ def with_all_ranks(op: Any) -> Any:
     return replace(op, initial=True) if isinstance(op, Join) else op
 
 
-def steps_with_averages(operations: tuple[Any, ...]) -> bool:
+def steps_with_averages(operations: tuple[Any, ...], wrapped: bool = False) -> bool:
     """Whether all ranks step in the same way, with averages."""
-    local = False
+    local = forward_is_local = False
     for op in operations:
+        if isinstance(op, Forward):
+            forward_is_local = wrapped and op.no_sync
         if isinstance(op, Join | Move) or (local and isinstance(op, Step)):
+            return False
+        if forward_is_local and isinstance(op, BackwardAndStep):
             return False
         if isinstance(op, Freeze) and (op.parameter is not None or op.rank is not None):
             return False
         if isinstance(op, Backward | BackwardAndStep | Zero | Average | Differentiate):
-            local = isinstance(op, Differentiate) or (isinstance(op, Backward) and op.no_sync)
+            local = isinstance(op, Differentiate)
+            local = local or (isinstance(op, Backward) and (op.no_sync or forward_is_local))
     return True
 
 
