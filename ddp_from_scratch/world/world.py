@@ -26,6 +26,7 @@ from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
+from ddp_from_scratch.node import gloo_alone
 
 # Counts groups. All ranks open the same ones, so the number names a group on all of them.
 _opened = count()
@@ -218,6 +219,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own_gpu
         )
         if backend == "gloo":
+            gloo_alone(_get_default_group())
             dist.barrier()  # or gloo logs errors on ranks that still connect as another exits
     except dist.DistNetworkError as error:
         raise UsageError(
