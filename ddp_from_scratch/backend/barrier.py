@@ -7,6 +7,7 @@ computes. A rank that waits here sleeps instead, and communicates only once all 
 import atexit
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -115,6 +116,7 @@ class CheckedBarrier:
         # The number of waits so far, in meetings and after them, and its value at the last meeting.
         self._waits = self._met_at = 0
         self._timeout = self._deadline = 0.0  # of the last meeting, and of each `wait` after it
+        self.caller: int | None = None  # the thread that has called the group last
         # Set once: ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
         self._ended = ""  # why another thread has ended this rank's part
@@ -350,6 +352,21 @@ def _lost_text(ranks: set[int]) -> str:
 
 
 _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()
+
+
+def _leave_before_threads_end() -> None:
+    """Leaves the groups of the main thread, which has ended, while others keep the process alive.
+
+    Python waits for threads that are not daemons before it runs what `atexit` has.
+    """
+    main = threading.main_thread()
+    if any(not thread.daemon and thread is not main for thread in threading.enumerate()):
+        for barrier in list(_open):
+            if barrier.caller == main.ident:
+                barrier.leave()
+
+
+threading._register_atexit(_leave_before_threads_end)  # type: ignore[attr-defined]
 
 
 @atexit.register

@@ -10,6 +10,7 @@ A collective returns a work handle at once and runs on the group's thread, in or
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -241,6 +242,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             check_memory(self.backend, kind, *read, written=written)
         self.calls += 1  # after the check: a call with invalid arguments gets no number
         sequence, everyone = self.calls, self._nodes.everyone
+        self.checked_barrier.caller = threading.get_ident()
         # Counted in the caller's thread: the order of both groups' calls is that of the program.
         beside = self._beside()
         others = 0
