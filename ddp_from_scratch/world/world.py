@@ -94,10 +94,11 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
-        placement, device = _meet_in_mpi(backend), torch.device("cpu")
         from ddp_from_scratch import mpi
 
-        dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=limit)
+        with mpi.within(limit):
+            placement, device = _meet_in_mpi(backend), torch.device("cpu")
+            dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=limit)
     else:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
@@ -201,7 +202,10 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
     # Under mpirun MPI compares the backends: a rank that wants mpi does not use the store.
     if environment.launcher() == "mpirun":
-        _meet_in_mpi(backend)
+        from ddp_from_scratch import mpi
+
+        with mpi.within(timeout):
+            _meet_in_mpi(backend)
     try:
         placement, store = meet(timeout)
         device = _device(backend, placement)
