@@ -96,8 +96,8 @@ class _Watched:
             return
         if not self._published:
             averages = {} if beside is None else {AVERAGES + self.name: count}
-            names = [str(name) for name in dist.distributed_c10d._world.pg_names.values()]
-            position = Position.of(block, names, averages, under_way)
+            names = dist.distributed_c10d._world.pg_names
+            position = Position.of(block, [*map(str, names.values())], averages, under_way)
             self._store.set(self._rank, json.dumps(asdict(position)))
             self._published = True
         if not self._store.check([_FOUND]):
@@ -112,7 +112,7 @@ class _Watched:
                 positions[rank] = Position(**json.loads(text))
         found = find_mismatch(positions)
         if found != self._suspected:
-            # A rank may have gone on since it published.
+            # A rank may have moved on since it published.
             self._suspected, self._suspected_at = found, now
         elif found and now > self._suspected_at + _SURE_S:
             self._store.set(_FOUND, found)

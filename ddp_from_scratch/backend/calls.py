@@ -201,11 +201,17 @@ def find_mismatch(positions: Mapping[int, Position]) -> str:
         ranks.setdefault(repr(position), []).append(rank)
     for first, second in permutations(ranks.values(), 2):
         if calls := _difference(positions[first[0]], positions[second[0]]):
-            return (
-                f"{name_ranks(first)} {calls[0]} while {name_ranks(second)} {calls[1]}: "
-                f"all ranks must call the same collectives in the same order"
-            )
+            told = [_told(*one) for one in zip((first, second), calls, strict=True)]
+            same = "all ranks must call the same collectives in the same order"
+            return f"{' while '.join(told)}: {same}"
     return ""
+
+
+def _told(ranks: list[int], calls: str) -> str:
+    verb, _, rest = calls.partition(" ")
+    if len(ranks) > 1:
+        verb = {"is": "are", "has": "have"}[verb]
+    return f"{name_ranks(ranks)} {verb} {rest}"
 
 
 def _difference(one: Position, other: Position) -> tuple[str, str] | None:
