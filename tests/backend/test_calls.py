@@ -191,6 +191,7 @@ import sys, threading
 import torch, ddp_from_scratch as ddp
 with ddp.process_group("gloo", timeout=100.0) as world:
     model = torch.nn.Linear(2, 2)
+    ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model)
     model(torch.ones(1, 2)).sum().backward()
     if world.rank == 1:
