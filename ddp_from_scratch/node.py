@@ -9,20 +9,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.backend.call_watch import sequence_number, watch
+from ddp_from_scratch.backend.calls import names_of
 from ddp_from_scratch.backend.collectives import CollectivesGroup
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors, register_backend
 from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
 from ddp_from_scratch.backend.transport import GlooTransport
 from ddp_from_scratch.common.group import (
     check_group,
+    cut_connections,
     may_be_in_flight,
     open_gloo,
     substore,
@@ -52,6 +54,13 @@ class ProcessGroupNode(CollectivesGroup):
         gloo = open_gloo(store, rank, len(world_ranks), timeout)
         own = dist.PrefixStore("node", store)
         return cls(GlooTransport(own, rank, world_ranks, timeout), timeout, lambda: gloo)
+
+    def compare_calls(self, gloo: dist.ProcessGroup) -> None:
+        """Makes ranks compare how many collectives they have called on the gloo group, too."""
+        if (before := sequence_number(gloo)) is not None:
+            self._beside = weakref.ref(gloo)
+            name_calls = partial(names_of, str(gloo.group_name))
+            self.checked_barrier.compare_others(before, name_calls)
 
     @property
     def gloo(self) -> dist.ProcessGroup:
@@ -140,6 +149,12 @@ def shared_memory_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return _beside[group] or group
 
 
+def gloo_alone(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns `group`. Ranks of a gloo group notice that they call different collectives."""
+    watch(group)
+    return group
+
+
 def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
     everyone = GlooTransport(substore(group), group.rank(), ranks, timeout)
@@ -149,15 +164,16 @@ def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     left_behind = may_be_in_flight() and opened.machines > 1
     if (not opened.shares_memory and group.size() > 1) or left_behind:
         opened.shutdown()
+        watch(group)
         return None
+    opened.compare_calls(group)
+    watch(group, opened)
     # Not at exit: closing waits for operations in flight, while other ranks may wait for this one.
     weakref.finalize(group, opened.shutdown).atexit = False
     return opened
 
 
 # How a group is closed ----------------------------------------------------------------------------
-
-_TAG = 2**31 - 1  # no program uses this tag
 
 _LOOK_S = 0.25
 _PATIENCE_S = 1.0
@@ -172,7 +188,7 @@ def abort_on_lost_rank(group: dist.ProcessGroup, is_broken: Callable[[], bool]) 
             time.sleep(_LOOK_S)
         time.sleep(_PATIENCE_S)  # most ranks leave by themselves: after a step or an error
         if (left := known()) is not None and not _ends.is_set():
-            _cut_connections(left)
+            cut_connections(left)
 
     _start(look)
 
@@ -191,7 +207,7 @@ def close_default_group() -> None:
         gc.collect()
 
     def close() -> None:
-        _cut_connections(last[0])
+        cut_connections(last[0])
         while _is_used(last):
             time.sleep(5e-3)
         last.clear()
@@ -227,14 +243,6 @@ def _finish() -> None:
     until = time.monotonic() + _PATIENCE_S
     for thread in _closing:
         thread.join(max(0.0, until - time.monotonic()))
-
-
-def _cut_connections(group: dist.ProcessGroup) -> None:
-    """Closes all connections of a group, as a timeout in gloo does; `group.abort()` does not."""
-    for peer in set(range(group.size())) - {group.rank()}:
-        # No message arrives, so the timeout closes all connections; if closed, this raises at once.
-        with suppress(RuntimeError):
-            group.recv([torch.empty(0, device="cpu")], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
 def _is_used(last: list[dist.ProcessGroup]) -> bool:

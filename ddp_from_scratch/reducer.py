@@ -15,7 +15,7 @@ from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
-from ddp_from_scratch.node import shared_memory_group
+from ddp_from_scratch.node import gloo_alone, shared_memory_group
 from ddp_from_scratch.options import launch_order
 from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
@@ -207,9 +207,9 @@ class Reducer(CoreReducer):
         if virtual_ranks is not None and ready_order is None:
             # The first layout is final, even if an average fails on some ranks.
             ready_order = list(parameters)[::-1]
-        transport = shared_memory_group if shared_memory and on_cpu else None
+        transport = shared_memory_group if shared_memory else gloo_alone
         launch_order.check_overlap(module, parameters, process_group, sums)
-        sender = Sender(process_group, transport, sums)
+        sender = Sender(process_group, transport if on_cpu else None, sums)
         # Shared memory is freed with its group, and virtual ranks may continue in another one.
         memory_of = sender.group() if self.meets and virtual_ranks is None else None
         sparse = sparse_parameters(module)

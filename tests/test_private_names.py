@@ -4,6 +4,7 @@ import argparse
 import ast
 import atexit
 import re
+import sys
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -23,7 +24,11 @@ ATTRIBUTES = [
     "torch.autograd.profiler.record_function._call_end_callbacks_on_future",
     *(
         f"torch.distributed.ProcessGroup.{name}"
-        for name in ("_register_backend", "_set_default_backend")
+        for name in (
+            "_get_sequence_number_for_group",
+            "_register_backend",
+            "_set_default_backend",
+        )
     ),
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
     *("torch.nn.Module()._load_state_dict_pre_hooks", "torch.nn.Module()._modules"),
@@ -103,7 +108,7 @@ def test_this_torch_has_them_all():
         ignoring, ["weight"]
     )
     scope = {"argparse": argparse, "atexit": atexit, "ignoring": ignoring}
-    scope |= {"threading": threading, "torch": torch}
+    scope |= {"sys": sys, "threading": threading, "torch": torch}
     lost = []
     for name in [*filter(is_private, paths), *ATTRIBUTES]:
         try:

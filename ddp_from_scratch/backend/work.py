@@ -28,14 +28,19 @@ class Operation:
     prepare: Callable[[], str] = str  # called before, in turn; returns a place (`same_place`)
 
 
-def run_in_turn(operations: Sequence[Operation], barrier: CheckedBarrier, seconds: float) -> Result:
-    """Prepares, meets and runs one operation after another; `seconds` is the timeout of each."""
+def run_in_turn(
+    operations: Sequence[Operation], barrier: CheckedBarrier, seconds: float, others: int = 0
+) -> Result:
+    """Prepares, meets and runs one operation after another; `seconds` is the timeout of each.
+
+    `others` counts this rank's calls on the gloo group beside this one.
+    """
     result: Result = []
     for operation in operations:
         place = operation.prepare()  # after the last one has ended: both write to the same memory
         try:
             # The timeout starts here, not at the call, since other operations may run first.
-            barrier.meet(operation.fingerprint, place, seconds)
+            barrier.meet(operation.fingerprint, place, seconds, others)
             result += operation.run() or []
         except NoSharedMemory:
             raise  # every rank raises it, so the group stays usable

@@ -7,7 +7,7 @@ ends only with the group's timeout. So where ranks may be lost, each wait looks 
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from types import FunctionType
 from typing import Any
@@ -180,7 +180,7 @@ def wait_all(works: Sequence[dist.Work]) -> None:
         wait(work)
 
 
-_TAG = 2**30  # no program uses this tag
+_TAG, _LAST_TAG = 2**30, 2**31 - 1  # no program uses these tags
 
 
 def exchange(
@@ -200,3 +200,12 @@ def exchange(
         if sent[rank].numel():
             works.append(dist.isend(sent[rank], group=group, group_dst=rank, tag=_TAG))
     return [*map(of_member, works)]
+
+
+def cut_connections(group: dist.ProcessGroup) -> None:
+    """Closes a gloo group's connections, as a timeout in gloo does; `group.abort()` does not."""
+    for peer in set(range(group.size())) - {group.rank()}:
+        # No message arrives, so the timeout closes all connections; if closed, this raises at once.
+        with suppress(RuntimeError):
+            nothing = [torch.empty(0, device="cpu")]
+            group.recv(nothing, peer, _LAST_TAG).wait(timedelta(milliseconds=1))

@@ -26,6 +26,7 @@ from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
+from ddp_from_scratch.node import gloo_alone
 
 # Counts groups. All ranks open the same ones, so the number names a group on all of them.
 _opened = count()
@@ -93,10 +94,11 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
-        placement, device = _meet_in_mpi(backend), torch.device("cpu")
         from ddp_from_scratch import mpi
 
-        dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=limit)
+        with mpi.within(limit):
+            placement, device = _meet_in_mpi(backend), torch.device("cpu")
+            dist.init_process_group(mpi.BACKEND, init_method="mpi://", timeout=limit)
     else:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
@@ -200,7 +202,10 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
     # Under mpirun MPI compares the backends: a rank that wants mpi does not use the store.
     if environment.launcher() == "mpirun":
-        _meet_in_mpi(backend)
+        from ddp_from_scratch import mpi
+
+        with mpi.within(timeout):
+            _meet_in_mpi(backend)
     try:
         placement, store = meet(timeout)
         device = _device(backend, placement)
@@ -218,6 +223,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
             backend, timeout=timeout, store=store, rank=rank, world_size=size, device_id=own_gpu
         )
         if backend == "gloo":
+            gloo_alone(_get_default_group())
             dist.barrier()  # or gloo logs errors on ranks that still connect as another exits
     except dist.DistNetworkError as error:
         raise UsageError(

@@ -82,6 +82,12 @@ ENDINGS = {
         "with world:\n    if rank == 1: sys.exit(3)\n    dist.all_reduce(torch.ones(9))",
         *(1, EARLY),
     ),
+    "a thread is left": (
+        "import threading\nif rank == 1:\n"
+        "    threading.Thread(target=threading.Event().wait, args=(100,)).start()\n"
+        "    sys.exit(3)\ndist.all_reduce(torch.ones(9))",
+        *(1, EARLY),
+    ),
     "destroyed by one": ("if rank: dist.destroy_process_group()", 0, ""),
     "aborts": (
         "if rank == 1: mpi.MPI.COMM_WORLD.Abort(7)\ndist.all_reduce(torch.ones(9))",
@@ -104,6 +110,66 @@ def test_how_a_job_ends(ending, tmp_path):
         else:
             assert run.err.count(told) == 1 or not told, run.text
     assert list((tmp_path / "tmp").rglob("ddp-*")) == []
+
+
+NEVER = """
+import os, signal, sys
+import ddp_from_scratch as ddp
+if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+    signal.pause()
+with ddp.process_group(sys.argv[1], timeout=1.0):
+    pass
+"""
+
+
+@pytest.mark.parametrize("backend", ["mpi", slow("gloo")])
+def test_a_rank_that_never_comes(backend):
+    """MPI itself would wait for it for ever."""
+    with Run("mpirun", "-n", "2", sys.executable, "-c", NEVER, backend) as run:
+        assert run.wait() == 2, run.text
+        told = "rank 0 waited 1 s, its timeout, for all 2 ranks to open their group: not all have "
+        assert told + "started; missing: [1]" in run.err
+        run.assert_nobody_left()
+
+
+OF_WORKERS = """
+import multiprocessing, subprocess, sys
+import ddp_from_scratch.mpi
+def started():
+    return "mpi4py.MPI" in sys.modules
+if __name__ == "__main__":
+    import ddp_from_scratch as ddp
+    with ddp.process_group("mpi", timeout=100.0) as world:
+        with multiprocessing.get_context(sys.argv[1]).Pool(1) as pool:
+            assert (started(), pool.apply(started)) == (True, sys.argv[1] == "fork")
+        here = "import sys, ddp_from_scratch.mpi; sys.exit('mpi4py.MPI' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", here]).returncode == 0
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", slow("forkserver"), slow("fork")])
+def test_workers_start_no_mpi(method, tmp_path):
+    """They import their program again, below mpirun, where an MPI of their own would wait."""
+    (tmp_path / "program.py").write_text(OF_WORKERS)
+    with Run("mpirun", "-n", "2", sys.executable, str(tmp_path / "program.py"), method) as run:
+        assert run.wait(120.0) == 0, run.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["multiple", "single"])
+def test_a_program_that_has_started_mpi(level):
+    code = f"""
+import mpi4py
+mpi4py.rc.thread_level = "{level}"
+import ddp_from_scratch.mpi
+from mpi4py import MPI
+import ddp_from_scratch as ddp
+with ddp.process_group("mpi", timeout=100.0) as world:
+    assert world.rank == MPI.COMM_WORLD.rank
+"""
+    with Run("mpirun", "-n", "2", sys.executable, "-c", code) as run:
+        assert run.wait() == (0 if level == "multiple" else 1), run.text
+        assert ("needs MPI_THREAD_MULTIPLE" in run.err) == (level == "single")
 
 
 @on("mpi-2")

