@@ -29,6 +29,16 @@ def a_hasty_watch():
         yield
 
 
+@contextmanager
+def raises_on_both(world, group, match, kind=RuntimeError):
+    """Neither rank leaves before the other has raised: its group would end with the test."""
+    with pytest.raises(kind, match=match):
+        yield
+    store, name = dist.distributed_c10d._get_default_store(), f"raised in {group.group_name}"
+    store.set(f"{name} {world.rank}", "")
+    store.wait([f"{name} 0", f"{name} 1"])
+
+
 def a_step(group, **options):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 4)
@@ -64,10 +74,11 @@ def alone(world, name):
         if world.rank == 0:
             # The error of `monitored_barrier` is gloo's own, after a line on standard error.
             expected = "" if name == "monitored_barrier" else f"{text}|{other}"
-            with pytest.raises(RuntimeError, match=expected):
+            with raises_on_both(world, group, expected):
                 CALLS[name](group)
         else:
-            with pytest.raises(CommunicationError, match=f"failed: ({text}|{other}).*same order"):
+            expected = f"failed: ({text}|{other}).*same order"
+            with raises_on_both(world, group, expected, CommunicationError):
                 step()
 
 
@@ -88,7 +99,7 @@ def test_an_asynchronous_collective_that_only_one_rank_called(world):
     text = (
         r"different numbers of .*gloo group: rank 0 1 \(broadcast of 3 x torch.float32\); rank 1 0"
     )
-    with pytest.raises(CommunicationError, match=text):
+    with raises_on_both(world, group, text, CommunicationError):
         step()
 
 
@@ -99,12 +110,11 @@ def test_by_gloo_alone(world):
         step = a_step(group, shared_memory=False)
         step()
         if world.rank == 0:
-            with pytest.raises(
-                CommunicationError, match=r"barrier.* while .*all_reduce of 20|20.*bar"
-            ):
+            expected = r"barrier.* while .*all_reduce of 20|20.*bar"
+            with raises_on_both(world, group, expected, CommunicationError):
                 dist.barrier(group)
         else:
-            with pytest.raises(RuntimeError):  # gloo's own, after a line on standard error
+            with raises_on_both(world, group, ""):  # gloo's own, after a line on standard error
                 step()
 
 
@@ -115,10 +125,10 @@ def test_a_collective_of_another_group(world):
         step = a_step(group)
         step()
         if world.rank == 0:
-            with pytest.raises(CommunicationError, match="is in barrier"):
+            with raises_on_both(world, group, "is in barrier", CommunicationError):
                 dist.barrier(other)
         else:
-            with pytest.raises(CommunicationError, match="rank 0 is in barrier"):
+            with raises_on_both(world, group, "rank 0 is in barrier", CommunicationError):
                 step()
 
 
