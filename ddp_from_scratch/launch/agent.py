@@ -6,7 +6,7 @@ Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP             SIGTERM: they finish a step, save
                                                mpirun SIGUSR1, the only signal it forwards in time
 a second Ctrl-C or SIGTERM                     SIGKILL (mpirun: SIGTERM, then SIGKILL at a third)
 SIGQUIT or SIGUSR2                             SIGTERM, then SIGKILL 5 s later
-SIGKILL                                        SIGKILL, from the kernel (`rank_process.die_with`)
+SIGKILL                                        SIGKILL, from the kernel (`rank_process.py`)
 none, but one rank fails                       SIGTERM, then SIGKILL 5 s later
 
 Each rank has its own session, so the terminal's Ctrl-C reaches it once, through the agent.

@@ -25,7 +25,7 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
-from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
+from ddp_from_scratch.launch.rank_process import die_with_launcher, write_to_terminal
 
 # Counts groups. All ranks open the same ones, so the number names a group on all of them.
 _opened = count()
@@ -89,7 +89,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
     if (opened := _opened_before()) is not None and opened.backend == backend:
         return opened  # a notebook may run the same cell twice
-    die_with_parent()
+    die_with_launcher()
     write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
