@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
+from ddp_from_scratch.launch.claim import environment_without_rank
 from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
 from ddp_from_scratch.launch.nodes import Link, Nodes
 from ddp_from_scratch.launch.rank_process import say
@@ -87,7 +88,8 @@ class Agent:
         return code
 
     def _start(self, member: int) -> None:
-        environ = os.environ | self.environment(member)
+        # This process may be a rank of another job itself.
+        environ = environment_without_rank() | self.environment(member)
         if self._server is not None:
             self._children[member] = self._server.start(self.command, environ)
         else:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TextIO
 from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.launch import ancestors, environment
 from ddp_from_scratch.launch.ancestors import Process
+from ddp_from_scratch.launch.claim import inherited_from
 
 _PR_SET_PDEATHSIG = 1
 
@@ -111,7 +112,8 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     except UsageError as error:
         # Inside a group the ranks have agreed on who reports. Before that, most have one error: the
         # first rank reports it, and its exit ends the others. A rank alive after 5 s has its own.
-        if _place()[1] == 1 and not environment.reports_errors():
+        others = _place()[1] == 1 and not environment.reports_errors()
+        if others and inherited_from() is None:
             time.sleep(5.0)
         code, text = 2, f"error: {_printable(str(error))}"
     except KeyboardInterrupt:
