@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_from_scratch.common.errors import CommunicationError, UsageError
+    from ddp_from_scratch.launch.claim import environment_without_rank
     from ddp_from_scratch.launch.start import start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.muon import Muon
@@ -53,6 +54,7 @@ __all__ = [
     "comm_hooks",
     "convert_sync_batchnorm",
     "elastic",
+    "environment_without_rank",
     "join",
     "power_sgd",
     "process_group",
@@ -80,6 +82,7 @@ _MODULES = {
     "comm_hooks": "options.comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",
     "elastic": "world.elastic",
+    "environment_without_rank": "launch.claim",
     "join": "torch_ddp.join",
     "power_sgd": "options.power_sgd",
     "process_group": "world.world",

@@ -42,8 +42,8 @@ PUBLIC = [
     *("Muon", "Reducer", "SyncBatchNorm", "UsageError", "World"),
     *("broadcast_buffers", "broadcast_optimizer_state", "broadcast_parameters", "check_sync"),
     "comm_hooks",
-    *("convert_sync_batchnorm", "elastic", "join", "power_sgd", "process_group", "start_ranks"),
-    "timeline",
+    *("convert_sync_batchnorm", "elastic", "environment_without_rank", "join", "power_sgd"),
+    *("process_group", "start_ranks", "timeline"),
 ]
 
 

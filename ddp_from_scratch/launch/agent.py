@@ -6,7 +6,7 @@ Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP             SIGTERM: they finish a step, save
                                                mpirun SIGUSR1, the only signal it forwards in time
 a second Ctrl-C or SIGTERM                     SIGKILL (mpirun: SIGTERM, then SIGKILL at a third)
 SIGQUIT or SIGUSR2                             SIGTERM, then SIGKILL 5 s later
-SIGKILL                                        SIGKILL, from the kernel (`rank_process.die_with`)
+SIGKILL                                        SIGKILL, from the kernel (`rank_process.py`)
 none, but one rank fails                       SIGTERM, then SIGKILL 5 s later
 
 Each rank has its own session, so the terminal's Ctrl-C reaches it once, through the agent.
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeAlias
 
+from ddp_from_scratch.launch.claim import environment_without_rank
 from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
 from ddp_from_scratch.launch.nodes import Link, Nodes
 from ddp_from_scratch.launch.rank_process import say
@@ -87,7 +88,8 @@ class Agent:
         return code
 
     def _start(self, member: int) -> None:
-        environ = os.environ | self.environment(member)
+        # This process may be a rank of another job itself.
+        environ = environment_without_rank() | self.environment(member)
         if self._server is not None:
             self._children[member] = self._server.start(self.command, environ)
         else:

@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from ddp_from_scratch.launch.ancestors import Process
 from ddp_from_scratch.launch.environment import PARENT
 from ddp_from_scratch.launch.rank_process import die_with
 
@@ -201,7 +202,7 @@ def _begin_rank(server: int, environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ)
     if PARENT in environ:
-        os.environ[PARENT] = str(server)
+        os.environ[PARENT] = str(Process.of(server))
     atexit.register(gc.unfreeze)  # or triton's classes count as leaked
     # Python reseeds its own generator at a fork, and torch's is the same in every new process.
     if "numpy" in sys.modules:

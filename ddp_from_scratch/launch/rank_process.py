@@ -4,6 +4,7 @@ import atexit
 import ctypes
 import os
 import re
+import select
 import signal
 import sys
 import threading
@@ -14,18 +15,60 @@ from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
-from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch import ancestors, environment
+from ddp_from_scratch.launch.ancestors import Process
+from ddp_from_scratch.launch.claim import inherited_from
 
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Makes the kernel kill this rank when its launcher exits. Linux only."""
-    parent = os.environ.get(environment.PARENT)
+def die_with_launcher() -> None:
+    """Ends this rank soon after its launcher, or a wrapper between the two, has exited. Linux only.
+
+    The kernel kills a direct child of the launcher. Behind a wrapper (`timeout 60 python train.py`)
+    a thread also watches the launcher, and says why the rank ends.
+    """
+    starter = Process.parse(os.environ.get(environment.PARENT, ""))
     # Without a launcher to wait for it, a rank started by hand may outlive its shell.
     launched = environment.launcher() == "mpirun" or "TORCHELASTIC_RUN_ID" in os.environ
-    if parent is not None or launched:
-        die_with(os.getppid() if parent is None else int(parent))
+    if not sys.platform.startswith("linux") or not (starter or launched):
+        return
+    parent = os.getppid()
+    watched = {Process.of(pid) for pid in (parent, ancestors.launcher()) if pid}
+    if starter is not None and starter.is_visible:
+        watched.add(starter)
+    # The kernel sends the signal when the *thread* ends that has started this process.
+    if len(watched) < 2 or ancestors.number_of_threads(parent) == 1:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Checked afterwards: a parent that exited before the call has sent no signal.
+    for process in watched:
+        if not process.is_alive():
+            _end_without(process)
+    if len(watched) > 1:
+        threading.Thread(target=_watch, args=[watched], name="ddp-launcher", daemon=True).start()
+
+
+_LOOK_S = 0.5
+
+
+def _watch(watched: set[Process]) -> None:
+    while True:
+        time.sleep(_LOOK_S)
+        for process in watched:
+            if not process.is_alive():
+                _end_without(process)
+
+
+def _end_without(starter: Process) -> NoReturn:
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    rank = next((os.environ[name] for name in names if name in os.environ), "?")
+    text = f"rank {rank} was ended: process {starter.pid}, which started it, is gone\n"
+    # Not through `sys.stderr`: the main thread may hold its lock. A full pipe would block.
+    with suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, text.encode())
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("SIGKILL cannot be ignored")
 
 
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
@@ -69,7 +112,8 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     except UsageError as error:
         # Inside a group the ranks have agreed on who reports. Before that, most have one error: the
         # first rank reports it, and its exit ends the others. A rank alive after 5 s has its own.
-        if _place()[1] == 1 and not environment.reports_errors():
+        others = _place()[1] == 1 and not environment.reports_errors()
+        if others and inherited_from() is None:
             time.sleep(5.0)
         code, text = 2, f"error: {_printable(str(error))}"
     except KeyboardInterrupt:

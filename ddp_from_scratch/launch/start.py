@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_from_scratch.common.errors import UsageError
-from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch import ancestors, environment
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
@@ -94,7 +94,7 @@ def start_ranks(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
         if callable(command):
             command = _command_of(command, folder)
-        common = {environment.PARENT: str(os.getpid()), environment.STARTED_HERE: "1"}
+        common = {environment.PARENT: str(ancestors.own()), environment.STARTED_HERE: "1"}
         store: FileStore | dist.Store = FileStore(folder)
         if len(counts) > 1:
             # Imports torch, which the agent of a single machine does without.

@@ -1,6 +1,7 @@
 """Opens and closes the process group that everything else communicates through."""
 
 import atexit
+import ctypes
 import os
 import stat
 import sys
@@ -24,8 +25,9 @@ from torch.distributed.distributed_c10d import _get_default_group
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.claim import claim_rank
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
-from ddp_from_scratch.launch.rank_process import die_with_parent, write_to_terminal
+from ddp_from_scratch.launch.rank_process import die_with_launcher, write_to_terminal
 from ddp_from_scratch.node import gloo_alone
 
 # Counts groups. All ranks open the same ones, so the number names a group on all of them.
@@ -56,7 +58,8 @@ class World(Placement):
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # After an exception peers may wait in the group. A lone notebook may continue.
-        if dist.is_initialized() and (error is None or self.world_size == 1):
+        is_mine = dist.is_initialized() and not _is_forked()
+        if is_mine and (error is None or self.world_size == 1):
             dist.destroy_process_group()
 
 
@@ -82,15 +85,17 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
 
     Raises:
         UsageError: a backend that is unknown or cannot be used here, ranks that did not all arrive
-            in time, a port that is taken.
+            in time, a port that is taken, a process that a rank has started with its own variables.
     """
+    global _opened_by
     if backend not in BACKENDS:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
+    claim_rank()  # before anything waits for other ranks
     if (opened := _opened_before()) is not None and opened.backend == backend:
         return opened  # a notebook may run the same cell twice
-    die_with_parent()
+    die_with_launcher()
     write_to_terminal()
     limit = timedelta(seconds=timeout)
     if backend == "mpi":
@@ -103,6 +108,7 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
     _until_exit[_get_default_group()] = world
+    _opened_by = os.getpid()
     # Not at import: handlers run in reverse order, so this one runs before any of the program's.
     atexit.unregister(_close_at_exit)
     atexit.register(_close_at_exit)
@@ -136,11 +142,34 @@ def replace_group(
     return world
 
 
+_opened_by: int | None = None  # the process whose group is open
+
+
+def _is_forked() -> bool:
+    """True in a process that a rank has forked: the group belongs to that rank."""
+    return _opened_by not in (None, os.getpid())
+
+
+def _keep_group() -> None:
+    """Keeps a forked process from destroying its parent's group, even as Python exits.
+
+    The destructor waits for gloo's threads, and this process has none of them.
+    """
+    if dist.is_initialized():
+        group = _get_default_group()
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+os.register_at_fork(after_in_child=_keep_group)
+
+
 def _opened_before() -> World | None:
     return _until_exit.get(_get_default_group()) if dist.is_initialized() else None
 
 
 def _close_at_exit() -> None:
+    if _is_forked():
+        return
     failed = hasattr(sys, "last_value")  # an uncaught exception
     if (world := _opened_before()) is not None and not (failed and world.world_size > 1):
         dist.destroy_process_group()
@@ -265,7 +294,10 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
     placement = environment.placement()
     if placement.launcher == "none":
         return placement, dist.HashStore()
-    if environment.RENDEZVOUS_FILE in os.environ:  # only this user can read it: no port is opened
+    # A torchrun that a rank of `start_ranks` has started passes on the file of that rank's job.
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    # Only this user can read the file: no port is opened.
+    if environment.RENDEZVOUS_FILE in os.environ and not by_torchrun:
         return placement, _file_store(os.environ[environment.RENDEZVOUS_FILE], placement.world_size)
     if placement.launcher == "torchrun":
         return placement, _torchrun_store(placement, timeout)

@@ -16,6 +16,7 @@ from torch import nn
 import ddp_from_scratch as ddp
 from tests.support.failing_run import LAUNCHERS, Run
 from tests.support.on_ranks import on
+from tests.support.tiers import slow
 
 CALLS = [ddp.Reducer, ddp.DistributedDataParallel, ddp.check_sync]
 CALLS += [ddp.broadcast_parameters, ddp.broadcast_buffers]
@@ -132,3 +133,50 @@ def test_a_group_leaves_nothing_is_opened_again_and_closed_at_exit(launcher, ran
     program.write_text(textwrap.dedent(PROGRAM))
     with Run(*LAUNCHERS[launcher], str(program)) as run:
         assert (run.wait(), run.out) == (0, "open at exit: False\n" * ranks), run.text
+
+
+FORKS = """
+    import os
+    import sys
+
+    import torch
+    import torch.distributed as dist
+
+    import ddp_from_scratch as ddp
+
+    def run(world):
+        model = torch.nn.Linear(3, 3)
+        ddp.broadcast_parameters(model)
+        reducer = ddp.Reducer(model)
+        for code in (3, 0):
+            model(torch.ones(1, 3)).sum().backward()
+            child = os.fork()
+            if child == 0:
+                try:
+                    reducer.average_gradients()
+                except RuntimeError as error:
+                    assert "this process was forked from a rank" in str(error), error
+                if code:
+                    sys.exit(code)
+                return
+            _, status = os.waitpid(child, 0)
+            assert os.waitstatus_to_exitcode(status) == code
+            dist.barrier()
+        print(f"end {world.rank}\\n", end="", flush=True)
+
+    if sys.argv[1:]:
+        with ddp.process_group("gloo", timeout=30) as world:
+            run(world)
+    else:
+        run(ddp.process_group("gloo", timeout=30))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shares memory")
+@pytest.mark.parametrize("block", [True, slow(False)])
+def test_a_process_that_a_rank_forks_leaves_the_group_alone(block, tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(FORKS))
+    with Run(*LAUNCHERS["start_ranks"], str(program), *["block"] * block) as run:
+        assert run.wait() == 0, run.text
+        assert sorted(run.out.splitlines()) == ["end 0", "end 1"]
