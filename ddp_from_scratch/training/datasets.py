@@ -246,7 +246,7 @@ def make_loader(
 
     To train: shuffled, by `StepSampler`; `len(loader)` counts the batches left in the epoch.
     To test: every world_size-th image in order, so sums over ranks are exact. A rank may have one
-    less, or none, so it must not communicate in each batch.
+    image less than another, and so one batch less, or none (`most_test_batches`).
     """
     size, batch_size = len(cast(Sized, dataset)), settings.rank_batch_size(world.world_size)
     sampler: Iterable[int] = range(world.rank, size, world.world_size)
@@ -275,6 +275,13 @@ def make_loader(
         multiprocessing_context=context,
         generator=generator,
     )
+
+
+def most_test_batches(loader: DataLoader[Sample], world: World) -> int:
+    """Returns the largest number of test batches of any rank: that of rank 0."""
+    images = len(range(0, len(cast(Sized, loader.dataset)), world.world_size))
+    assert loader.batch_size is not None, "`make_loader` passes one"
+    return -(-images // loader.batch_size)
 
 
 def _start_fork_server(preload: str) -> None:

@@ -24,7 +24,7 @@ from ddp_from_scratch.training.coordination import (
     prepare_process,
     raise_on_all_ranks,
 )
-from ddp_from_scratch.training.datasets import make_loader
+from ddp_from_scratch.training.datasets import make_loader, most_test_batches
 from ddp_from_scratch.training.engine import Engine
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
@@ -92,22 +92,24 @@ class Trainer(Engine):
             number = self._train_epoch(stop)
             # Exchange the last steps' losses before the checkpoint.
             stop.ask(self.losses.settled())
-            self._answer(stop)
+            number = self._answer(stop) or number
             if not number:
-                self._end_epoch()
+                number = self._end_epoch(stop)
+        if not number and math.isnan(self.test_accuracy):  # resumed after the last epoch
+            number = self._evaluate(stop)
         self._print_timeline()
         if number:
             self._save()
             saved = "nothing was saved (no --checkpoint-dir)"
             if self.saved_as is not None:
                 saved = f"saved {self.saved_as}: --resume auto continues"
-            place = f"epoch {self.epoch + 1}, step {self.step}/{self.sampler.steps_per_epoch}"
-            self.report.result(f"stopped in {place}; {saved}")
+            place = f"in epoch {self.epoch + 1}, step {self.step}/{self.sampler.steps_per_epoch}"
+            if self.epoch == self.settings.epochs:
+                place = "after the last epoch"
+            self.report.result(f"stopped {place}; {saved}")
             self.metrics.close()
             # No rank may exit before rank 0 has saved: the launcher may then end the others.
             dist.barrier(group=self.group)
-        elif math.isnan(self.test_accuracy):  # resumed after the last epoch
-            self._evaluate()
         return number
 
     def _continue(self) -> int:
@@ -226,10 +228,12 @@ class Trainer(Engine):
             raise CommunicationError("the membership has changed")
         return number
 
-    def _end_epoch(self) -> None:
+    def _end_epoch(self, stop: StopSignal) -> int:
+        """Evaluates, reports and saves; returns the signal that stopped the evaluation, or 0."""
         loss, correct, count = self._totals_of_all().tolist()
         loss, train_accuracy = loss / count, correct / count
-        self._evaluate()
+        if number := self._evaluate(stop):
+            return number  # the position stays: a resumed run repeats the evaluation
         shown = f"{loss:.4f}" if loss < 1e6 else f"{loss:.3e}"
         self.report.line(
             f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {shown}  "
@@ -254,10 +258,33 @@ class Trainer(Engine):
         self.step: int = 0
         self.totals.zero_()
         self._save()
+        return 0
 
-    def _evaluate(self) -> None:
-        precision = self.settings.precision
-        self.test_accuracy = accuracy(self.model, self.test, self.world, precision)
+    def _evaluate(self, stop: StopSignal) -> int:
+        """Sets `test_accuracy`; returns the signal that stopped the evaluation early, or 0."""
+        precision, batches = self.settings.precision, self._test_batches(stop)
+        try:
+            self.test_accuracy = accuracy(self.model, batches, self.world, precision)
+        except _Stopped as stopped:
+            return stopped.number
+        return 0
+
+    def _test_batches(self, stop: StopSignal) -> Iterator[Any]:
+        """Yields this rank's test batches; after a signal every rank raises at the same one."""
+        batches = iter(self.test)
+        for _ in range(most_test_batches(self.test, self.world)):
+            stop.ask(0)
+            if (batch := next(batches, None)) is not None:
+                yield batch
+            if number := self._answer(stop):
+                raise _Stopped(number)
+
+
+class _Stopped(Exception):
+    """An evaluation that a signal has stopped, on all ranks."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 @torch.no_grad()

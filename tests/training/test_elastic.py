@@ -120,9 +120,13 @@ AGENT = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["os.getpid()", AGENT], ids=["a rank", "the agent"])
-def test_an_elastic_run_can_be_stopped_and_resumed(who, quiet, tmp_path):
-    stop = f"before('_step', lambda t: me == '1' and t.global_step == 7 and os.kill({who}, 15))"
+@pytest.mark.parametrize(
+    ("who", "step", "at"),
+    [("os.getpid()", "_step", 7), (AGENT, "_step", 7), ("os.getpid()", "_evaluate", 10)],
+    ids=["a rank", "the agent", "in an evaluation"],
+)
+def test_an_elastic_run_can_be_stopped_and_resumed(who, step, at, quiet, tmp_path):
+    stop = f"before('{step}', lambda t: me == '1' and t.global_step == {at} and os.kill({who}, 15))"
     with job(tmp_path, stop, "--epochs", "3", "--elastic") as run:
         text = end(run, 143)
     assert "stopped in epoch 2, step " in text

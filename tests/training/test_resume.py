@@ -130,6 +130,43 @@ def test_a_resumed_run_has_the_bits_of_one_left_alone(ranks, tmp_path, whole, cr
         assert changes.get("model") or resumed[0][1] != whole(crew, other)[0][0]
 
 
+def run_to_evaluation(world, folder, changes, batch, number):
+    """Rank 1 alone gets the signal before this batch of the first evaluation."""
+    trainer, batches = make_trainer(world, folder, **changes), 0
+    of_test = trainer._test_batches
+
+    def batches_and_signal(stop):
+        nonlocal batches
+        for found in of_test(stop):
+            if batches == batch and world.rank == 1:
+                os.kill(os.getpid(), number)
+            batches += 1
+            yield found
+
+    trainer._test_batches = batches_and_signal
+    return trainer.run(), trainer.epoch, trainer.step, batches
+
+
+# 180 images on each rank are 6 batches. In the last one the evaluation ends, and then a step.
+@pytest.mark.parametrize(
+    ("crew", "batch", "number", "place", "changes"),
+    [
+        ("gloo-2", 0, signal.SIGTERM, (0, 5, 2), {}),
+        ("mpi-2", 2, signal.SIGUSR1, (0, 5, 4), {}),
+        ("gloo-2", 5, signal.SIGINT, (1, 1, 6), {}),
+        slow("gloo-2", 2, signal.SIGTERM, (0, 5, 4), {"optimizer": "adamw", "shard": "world"}),
+    ],
+)
+def test_a_run_that_is_stopped_in_an_evaluation_loses_no_step(
+    ranks, tmp_path, whole, crew, batch, number, place, changes
+):
+    stopped = crew_of(ranks, crew)(run_to_evaluation, tmp_path, changes, batch, number)
+    assert stopped == [(number, *place)] * 2
+    resumed = crew_of(ranks, crew)(run, tmp_path, changes, None, "auto")
+    assert resumed[0][0][:2] == place[:2]
+    assert resumed[0][1:] == whole(crew, changes)[0]
+
+
 def contents(folder):
     """The newest checkpoint, but for what says on how many ranks it was written."""
 
