@@ -380,7 +380,7 @@ def _leave() -> None:
 
 
 def _fail_in_fork() -> None:
-    """Fails each group in a forked process at once: it would write and wait in its parent's name."""
+    """Fails each group in a forked process, which would write and wait in its parent's name."""
     for barrier in list(_open):
         barrier.fail("this process was forked from a rank, and only the rank itself may use it")
 

@@ -12,19 +12,21 @@ none, but one rank fails                       SIGTERM, then SIGKILL 5 s later
 Each rank has its own session, so the terminal's Ctrl-C reaches it once, through the agent.
 """
 
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 from ddp_from_scratch.launch.claim import environment_without_rank
+from ddp_from_scratch.launch.debugging import has_stdin
 from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
 from ddp_from_scratch.launch.nodes import Link, Nodes
+from ddp_from_scratch.launch.output import OUTPUT, Output
 from ddp_from_scratch.launch.rank_process import say
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -53,6 +55,8 @@ class Agent:
     ladder: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)
     set_up: Callable[[], object] | None = None  # runs in a child that is not forked
     name: str = "rank {}"  # of a member
+    debugs: bool = False  # whether one rank reads this process's standard input
+    output: Output | None = None  # None: ranks write to this process's own output
 
     _pause = 0.05  # seconds between two looks at the ranks
 
@@ -74,13 +78,15 @@ class Agent:
         code: int | None = None
         try:
             if can_fork(self.command):
-                self._server = ForkServer(self.preload)
+                self._server = ForkServer(self.preload, self.debugs)
             for member in self.members:
                 self._start(member)
             while (code := self._look()) is None:
                 time.sleep(self._pause)
         finally:
             self._end_all()
+            if self.output is not None:
+                self.output.close()
             if self.peers is not None:
                 self.peers.close(1 if code is None else code)
             for number, handler in handlers.items():
@@ -90,13 +96,22 @@ class Agent:
     def _start(self, member: int) -> None:
         # This process may be a rank of another job itself.
         environ = environment_without_rank() | self.environment(member)
+        path = None if self.output is None else self.output.open(member)
         if self._server is not None:
+            environ |= {} if path is None else {OUTPUT: path}
             self._children[member] = self._server.start(self.command, environ)
-        else:
+            return
+        with ExitStack() as files:
+            pipes: list[BinaryIO | None] = [None, None]
+            if path is not None:
+                pipes = [files.enter_context(open(f"{path}{n}", "wb", 0)) for n in (1, 2)]
+                environ.setdefault("PYTHONUNBUFFERED", "1")  # a killed rank has no time to flush
             self._children[member] = subprocess.Popen(
                 self.command,
                 env=environ,
-                stdin=subprocess.DEVNULL,
+                stdin=None if has_stdin(environ) else subprocess.DEVNULL,
+                stdout=pipes[0],
+                stderr=pipes[1],
                 start_new_session=True,
                 preexec_fn=self.set_up,
             )

@@ -21,12 +21,15 @@ _OF_RANKS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     r"|OMPI_(COMM_)?WORLD_.*|PMIX?_.*|MPI_LOCAL.*|PRTE_LAUNCHED"
     r"|SLURM_(PROCID|LOCALID|NODEID|STEPID|STEP_.*)"
-    r"|DDP_(STARTED_HERE|PARENT_PID|RENDEZVOUS_FILE|MACHINE_0|MEMBER|TERMINAL_.|CLAIMED_BY)"
+    r"|DDP_(STARTED_HERE|PARENT_PID|RENDEZVOUS_FILE|MACHINE_0|MEMBER|TERMINAL_.|CLAIMED_BY"
+    r"|OUTPUT)"
 )
 
 
 def environment_without_rank(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables without those that make a process a rank, for a program of its own:
+    """Returns the variables without those that make a process a rank.
+
+    For a program that a rank starts:
 
         subprocess.run([sys.executable, "evaluate.py"], env=ddp.environment_without_rank())
 

@@ -25,8 +25,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from ddp_from_scratch.launch import debugging
 from ddp_from_scratch.launch.ancestors import Process
 from ddp_from_scratch.launch.environment import PARENT
+from ddp_from_scratch.launch.output import OUTPUT, connect
 from ddp_from_scratch.launch.rank_process import die_with
 
 # torch's optimizers import this at their first call; it takes as long as importing torch.
@@ -79,7 +81,7 @@ class RemoteRank:
 class ForkServer:
     """The caller's end of a fork server, which imports torch and `preload` before any fork."""
 
-    def __init__(self, preload: Sequence[str] = (OPTIMIZERS,)) -> None:
+    def __init__(self, preload: Sequence[str] = (OPTIMIZERS,), keep_stdin: bool = False) -> None:
         self._connection, theirs = Pipe()
         self._ranks: list[RemoteRank] = []
         # The server's exit code if it has exited before its ranks (-N after signal N), else None.
@@ -90,7 +92,7 @@ class ForkServer:
                     *(sys.executable, "-c", _SERVE.format(__name__), _PACKAGES),
                     *(str(theirs.fileno()), str(os.getpid()), *preload),
                 ],
-                stdin=subprocess.DEVNULL,
+                stdin=None if keep_stdin else subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # the agent forwards the terminal's Ctrl-C
             )
@@ -124,11 +126,13 @@ class ForkServer:
                     rank.returncode = self.returncode
 
     def _send(self, rank: RemoteRank, number: int) -> None:
-        if rank.pid is None:
-            self.kill()  # the request cannot be withdrawn: the server would still fork
-            rank.returncode = -number
-        else:
+        if rank.pid is not None:
             os.kill(rank.pid, number)
+            return
+        # The server may fork at this moment, or import for seconds, and others need it.
+        rank.returncode = -number
+        with suppress(OSError):  # `_read` notices a server that has exited
+            self._connection.send((self._ranks.index(rank), None, None))
 
 
 # In the server -----------------------------------------------------------------------------------
@@ -169,6 +173,10 @@ def _serve(connection: Connection) -> list[str]:
                 index, command, environ = connection.recv()
             except EOFError:
                 os._exit(0)
+            if command is None:  # the request for this rank is withdrawn
+                for pid in [pid for other, pid in running.values() if other == index]:
+                    os.kill(pid, signal.SIGKILL)
+                continue
             server = os.getpid()
             pid = os.fork()
             if pid == 0:
@@ -203,6 +211,14 @@ def _begin_rank(server: int, environ: dict[str, str]) -> None:
     os.environ.update(environ)
     if PARENT in environ:
         os.environ[PARENT] = str(Process.of(server))
+    if not debugging.has_stdin(environ):
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    if OUTPUT in environ:
+        connect(os.environ.pop(OUTPUT))
+        for stream in (sys.stdout, sys.stderr):  # a killed rank has no time to flush
+            stream.reconfigure(write_through=True, line_buffering=True)  # type: ignore[union-attr]
     atexit.register(gc.unfreeze)  # or triton's classes count as leaked
     # Python reseeds its own generator at a fork, and torch's is the same in every new process.
     if "numpy" in sys.modules:

@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import ancestors, environment
 from ddp_from_scratch.launch.agent import Agent
+from ddp_from_scratch.launch.debugging import same_terminal_afterwards, variables
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.nodes import Job, Link, Nodes
+from ddp_from_scratch.launch.output import Output
 from ddp_from_scratch.launch.rank_process import die_with, run_to_exit, say
 
 if TYPE_CHECKING:
@@ -43,6 +45,10 @@ def start_ranks(
     preload: Sequence[str] = _PRELOAD,
     max_restarts: int | None = None,
     asked: Mapping[str, str] = MappingProxyType({}),
+    stdin: int | None = None,
+    output_prefix: bool = False,
+    output_ranks: Sequence[int] | None = None,
+    output_dir: Path | str | None = None,
 ) -> int:
     """Runs a command or a function once for each rank of this machine; waits for all of them.
 
@@ -70,6 +76,13 @@ def start_ranks(
         max_restarts: how many failed processes may be replaced, for programs that use
             `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
         asked: options, by name, that must match on a machine that joins or rejoins.
+        stdin: the rank that reads this process's standard input, for `breakpoint()`. In the others
+            `breakpoint()` does nothing, and groups wait without a timeout.
+        output_prefix: begin each line of a rank's output with "[rank 2] ". With this and the next
+            two, ranks write into pipes, and whole lines are passed on.
+        output_ranks: the ranks whose output is shown; None: all.
+        output_dir: a folder for a file with all output of each rank, `rank-2.log` (of processes of
+            an elastic job `process-2.log`). Existing files are appended to.
 
     Returns:
         0 if every rank exited with 0; 128 + N after signal N; else the exit code of the first rank
@@ -88,8 +101,21 @@ def start_ranks(
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
     if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
         raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
+    if stdin is not None and (max_restarts is not None or not 0 <= stdin < sum(counts)):
+        raise UsageError(
+            f"stdin must be a rank, 0 to {sum(counts) - 1}, of a job without max_restarts, "
+            f"got {stdin}"
+        )
     peers: Nodes | Link | None = None
+    output: Output | None = None
     with ExitStack() as stack:
+        if output_prefix or output_ranks is not None or output_dir is not None:
+            name = "rank {}" if max_restarts is None else "process {}"
+            folder_of_logs = None if output_dir is None else Path(output_dir)
+            output = Output(name, output_prefix, output_ranks, folder_of_logs)
+            stack.callback(output.close)
+        if stdin is not None:
+            stack.enter_context(same_terminal_afterwards())
         # Private (mode 0700): the ranks' files.
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
         if callable(command):
@@ -112,7 +138,12 @@ def start_ranks(
         if max_restarts is None:
             here = environment.rank_environments(counts, node_rank)
             ranks = {int(variables["RANK"]): common | variables for variables in here}
-            return Agent(command, ranks.__getitem__, ranks, preload, peers).run()
+            if stdin is not None:
+                ranks = {rank: own | variables(rank, stdin) for rank, own in ranks.items()}
+            reads = stdin is not None and stdin in ranks
+            return Agent(
+                *(command, ranks.__getitem__, ranks, preload, peers), debugs=reads, output=output
+            ).run()
         (alone,) = environment.rank_environments([1], 0)  # its world until its first generation
 
         def environment_of(member: int) -> dict[str, str]:
@@ -121,7 +152,7 @@ def start_ranks(
             return common | alone | own
 
         if isinstance(peers, Link):
-            return NodeAgent(command, environment_of, (), preload, peers).run()
+            return NodeAgent(command, environment_of, (), preload, peers, output=output).run()
         return ElasticAgent(
             command,
             environment_of,
@@ -131,6 +162,7 @@ def start_ranks(
             counts=counts,
             max_restarts=max_restarts,
             store=JobStore(store),
+            output=output,
         ).run()
 
 

@@ -28,6 +28,8 @@ from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.training.settings import GROUPS, MAX_RESTARTS, Command, Settings, option_of
 
+# Options that need the parent of the ranks.
+_OF_OUTPUT = ("debug_rank", "output_prefix", "output_ranks", "output_dir")
 _TRAINER = "ddp_from_scratch.training.loop"
 # Settings that `test` uses. It rejects all others.
 _OF_TEST = {
@@ -128,8 +130,8 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                 f"--elastic is for starting without a launcher: {launcher} ends or restarts all "
                 f"ranks when one fails"
             )
-        for name in ("nproc", "node_rank", "master_addr", "master_port"):
-            if getattr(options, name) is not None:
+        for name in ("nproc", "node_rank", "master_addr", "master_port", *_OF_OUTPUT):
+            if getattr(options, name) not in (None, False):
                 raise UsageError(
                     f"{option_of(name)} is for starting without a launcher, but {launcher} has "
                     f"started this process already: leave it out"
@@ -161,9 +163,17 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
             raise UsageError("--nproc for several machines needs --node-rank and --master-addr")
     elif options.master_addr is not None or options.master_port is not None:
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
+    given = [name for name in _OF_OUTPUT if getattr(options, name) not in (None, False)]
     # A single rank needs no agent: this process trains.
-    if counts == (1,):
+    if counts == (1,) and not given:
         return None
+    if backend == "mpi" and given:
+        raise UsageError(
+            f"{option_of(given[0])} is for ranks without MPI: start mpirun yourself, which has "
+            f"options for this (Open MPI: --output tag, --output dir=DIR, --stdin N)"
+        )
+    if settings.elastic and options.debug_rank is not None:
+        raise UsageError("--debug-rank cannot be used with --elastic: leave one of them out")
     if backend == "mpi":
         return start_mpirun(counts[0], command)
     allowed = settings.max_restarts if settings.max_restarts is not None else MAX_RESTARTS
@@ -182,7 +192,20 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         preload=[_TRAINER],
         max_restarts=allowed if settings.elastic else None,
         asked=asked,
+        stdin=options.debug_rank,
+        output_prefix=options.output_prefix,
+        output_ranks=_ranks(options.output_ranks, sum(counts)),
+        output_dir=options.output_dir,
     )
+
+
+def _ranks(text: str | None, world_size: int) -> list[int] | None:
+    if text is None:
+        return None
+    ranks = [int(part[:9]) if part.isdecimal() else -1 for part in text.split(",")]
+    if not all(0 <= rank < world_size for rank in ranks):
+        raise UsageError(f"--output-ranks must be ranks below {world_size} as in 0,2, got {text!r}")
+    return ranks
 
 
 def _counts(settings: Settings, options: Command) -> tuple[int, ...]:

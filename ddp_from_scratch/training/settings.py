@@ -114,6 +114,17 @@ class Command:
     master_port: int | None = _processes(
         "port of machine 0, for machines that have its DDP_SECRET (default: 29500)", **_PORT
     )
+    debug_rank: int | None = _processes(
+        "the rank that reads the terminal, for breakpoint(); the others wait for it without a "
+        "timeout. gloo and nccl, without a launcher",
+        **_FROM_0,
+    )
+    output_prefix: bool = _kept("begin each line of a rank's output with [rank N]", False)
+    output_ranks: str | None = _kept("show the output of these ranks only", metavar="N[,N...]")
+    output_dir: Path | None = _kept(
+        "also write all output of each rank to rank-N.log there; existing files are appended to",
+        **_FOLDER,
+    )
     checkpoint: Path | None = _kept("the file that test evaluates", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:

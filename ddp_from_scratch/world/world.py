@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import UsageError
-from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch import debugging, environment
 from ddp_from_scratch.launch.claim import claim_rank
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_launcher, write_to_terminal
@@ -97,7 +97,8 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         return opened  # a notebook may run the same cell twice
     die_with_launcher()
     write_to_terminal()
-    limit = timedelta(seconds=timeout)
+    # A rank in a debugger may take days.
+    limit = timedelta(seconds=MAX_TIMEOUT if debugging.is_on() else timeout)
     if backend == "mpi":
         from ddp_from_scratch import mpi
 

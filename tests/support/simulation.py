@@ -73,10 +73,46 @@ class Process:
             self.sim.sleep(0.01)
         return self.code
 
+    def kill(self) -> None:
+        self.end(-signal.SIGKILL)
+
     def send_signal(self, number: int) -> None:
         self.sim.check_alive()
         if number == signal.SIGKILL or not self.stopped:
             self.end(-number)
+
+
+class Channel:
+    """One end of the pipe between an agent and its fork server."""
+
+    def __init__(self, sim: "Simulation", other: "Channel | None" = None) -> None:
+        self.owner = sim.process
+        self.received: list[Any] = []
+        self.other = other or Channel(sim, self)
+
+    def send(self, message: Any) -> None:
+        if not (self.owner.alive and self.other.owner.alive):
+            raise OSError
+        self.other.received.append(message)
+
+    def poll(self) -> bool:
+        return bool(self.received) or not self.other.owner.alive
+
+    def recv(self) -> Any:
+        if not self.received:
+            raise EOFError
+        return self.received.pop(0)
+
+    def fileno(self) -> int:
+        return 0
+
+    def __enter__(self) -> "Channel":
+        return self
+
+    def close(self, *_: object) -> None:
+        pass
+
+    __exit__ = close
 
 
 class Task:
@@ -126,7 +162,7 @@ class Store:
             sim = self._process.sim
             sim.messages += 1
             sim.maybe_pause()
-            while self._process.machine in sim.cut:
+            while self._process.machine in sim.cut or sim.agents[0].stopped:
                 sim.sleep(0.05)
             if not sim.agents[0].alive:
                 raise NoStore
@@ -207,10 +243,10 @@ class Optimizer:
 
 # What the simulation stands for: a module, or the function of this name that it has.
 REPLACED = {
-    agent: "time subprocess say _is_stopped",
+    agent: "time can_fork say _is_stopped",
     elastic_agent: "time say",
     nodes: "time say threading",
-    fork_server: "time",
+    fork_server: "time os subprocess Pipe",
     elastic: "time os dist job_store replace_group close_default_group set_failure_detector "
     "abort_on_lost_rank broadcast_state",
 }
@@ -336,12 +372,13 @@ class Simulation:
     def _misfortunes(self, faults: int, kill_at: float) -> None:
         if kill_at:
             self.sleep(kill_at)
-            self.agents[0].children[1].end(-signal.SIGKILL)
+            [rank for rank in self.ranks if not rank.machine][1].kill()
         for _ in range(self.random.randrange(faults + 1)):
-            self.sleep(self.random.uniform(0.2, 5.0))
+            self.sleep(self.random.uniform(*self.random.choice([(0.0, 1.0), (0.2, 5.0)])))
             ranks = [rank for rank in self.ranks if rank.alive]
             others = [number for number in self.agents if number]
-            kinds = ["kill", "kill", "stop"] * 3 + ["cut", "off", "again"] * 3 * bool(others)
+            kinds = ["kill", "kill", "stop"] * 3
+            kinds += ["cut", "off", "again", "freeze"] * 3 * bool(others)
             kind = self.random.choice([*kinds, "end"])
             if kind in ("kill", "stop") and ranks:
                 rank = self.random.choice(ranks)
@@ -353,6 +390,8 @@ class Simulation:
                 self.cut.add(machine)
                 self.sleep(self.random.uniform(0.5, 12.0))
                 self.cut.discard(machine)
+            elif kind == "freeze":
+                self._freeze(self.random.choice([*self.agents]))
             elif kind in ("off", "again"):
                 machine = self.random.choice(others)
                 self.agents[machine].end(-signal.SIGKILL)
@@ -361,6 +400,43 @@ class Simulation:
                     self.start_machine(machine)
             elif kind == "end":
                 self.agents[0].end(-signal.SIGKILL)
+
+    def _freeze(self, machine: int) -> None:
+        """Stops all processes of a machine for a while, wherever they are."""
+        here = {task.process for task in self.tasks if task.process.machine == machine}
+        frozen = [process for process in here if process.alive and not process.stopped]
+        for process in frozen:
+            process.stopped = True
+        self.sleep(self.random.choice([self.random.uniform(0.5, 12.0), 70.0]))
+        for process in frozen:
+            process.stopped = False
+
+    def _serve(self, requests: Channel) -> int:
+        """A fork server, as `fork_server.serve`."""
+        self.sleep(self.random.uniform(0.0, 2.0))  # it imports
+        running: dict[int, Process] = {}
+        while True:
+            self.sleep(0.001)
+            for index, rank in [*running.items()]:
+                if not rank.alive:
+                    del running[index]
+                    requests.send((index, rank.pid, rank.code))
+            if not requests.received:
+                continue
+            index, command, environ = requests.recv()
+            if command is not None:
+                rank = running[index] = self._fork(environ)
+                requests.send((index, rank.pid, None))
+            elif index in running:
+                running[index].kill()
+
+    def _fork(self, environ: Any) -> Process:
+        rank = Process(self, self.process.machine, environ)
+        rank.pid = len(self.ranks)
+        self.process.children.append(rank)
+        self.ranks.append(rank)
+        Task(rank, lambda: self._rank(rank)).start()
+        return rank
 
     # What `REPLACED` names; of a module, what the library uses of it ------------------------------
 
@@ -381,15 +457,28 @@ class Simulation:
     def Thread(self, target: Callable[[], None], daemon: bool) -> Task:
         return Task(self.process, target, is_main=False)
 
-    def Popen(self, command: Any, env: Any, **_: Any) -> Process:
-        rank = Process(self, self.process.machine, env)
-        self.process.children.append(rank)
-        self.ranks.append(rank)
-        Task(rank, lambda: self._rank(rank)).start()
-        return rank
+    def can_fork(self, command: Any) -> bool:
+        return True
+
+    def Pipe(self) -> tuple[Channel, Channel]:
+        self._pipe = Channel(self)
+        return self._pipe, self._pipe.other
+
+    def Popen(self, command: Any, **_: Any) -> Process:
+        theirs = self._pipe.other
+        server = theirs.owner = Process(self, self.process.machine)
+        self.process.children.append(server)
+        Task(server, lambda: self._serve(theirs)).start()
+        return server
+
+    def getpid(self) -> int:
+        return 0
+
+    def kill(self, pid: int, number: int) -> None:
+        self.ranks[pid].send_signal(number)
 
     def _is_stopped(self, child: Any) -> bool:
-        return getattr(child, "stopped", False)
+        return child.pid is not None and self.ranks[child.pid].stopped
 
     @property
     def environ(self) -> Any:
