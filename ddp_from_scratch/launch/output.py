@@ -30,7 +30,8 @@ class Target:
     """A file that takes whole lines, until it cannot be written to."""
 
     def __init__(self, file: int, name: str) -> None:
-        self.file, self._name, self._failed = file, name, False
+        self.file: int = file
+        self._name, self._failed = name, False
 
     def write(self, text: bytes) -> None:
         try:
