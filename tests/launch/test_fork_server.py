@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import wait
 
 import pytest
 
@@ -71,6 +72,23 @@ def test_a_rank_finds_what_a_new_python_would_and_ends_as_it(tmp_path, capfd, mo
         rank = server.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
         rank.send_signal(signal.SIGINT)  # mostly before the fork
         assert rank.wait() == -signal.SIGINT
+    finally:
+        server.kill()
+
+
+def test_a_rank_that_is_killed_before_its_fork_leaves_the_server_to_others():
+    """As on an elastic machine that stood still while its server imported torch."""
+    server = ForkServer([])
+    try:
+        first = server.start([sys.executable, "-c", "import time; time.sleep(60)"], os.environ)
+        first.send_signal(signal.SIGKILL)
+        assert (first.pid, first.wait()) == (None, -signal.SIGKILL)
+        second = server.start([sys.executable, "-c", "import sys; sys.exit(3)"], os.environ)
+        assert second.wait() == 3
+        assert server.returncode is None
+        ended = os.pidfd_open(first.pid)
+        assert wait([ended], 10.0), "the withdrawn rank still runs"
+        os.close(ended)
     finally:
         server.kill()
 

@@ -416,7 +416,7 @@ class Simulation:
         self.sleep(self.random.uniform(0.0, 2.0))  # it imports
         running: dict[int, Process] = {}
         while True:
-            self.sleep(0.001)
+            self.sleep(0.01)
             for index, rank in [*running.items()]:
                 if not rank.alive:
                     del running[index]
