@@ -12,6 +12,7 @@ import shutil
 import socket
 import struct
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -177,6 +178,19 @@ def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, s
     ]
 
 
+def temporary_folder() -> Path:
+    """Returns the folder for temporary files; raises a UsageError if there is none."""
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        raise UsageError(
+            "no folder for temporary files can be written to: set TMPDIR to one"
+        ) from error
+
+
+_MPI_SHM_NBYTES = 2**24  # what Open MPI may need in /dev/shm for a rank
+
+
 def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Returns `mpirun -n NPROC COMMAND` and default variables, which the user's override."""
     # Prefer the mpirun next to this Python: mpi4py loads the matching library.
@@ -195,6 +209,13 @@ def mpirun_command(nproc: int, command: Sequence[str]) -> tuple[list[str], dict[
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
     }
+    with suppress(OSError):
+        free = os.statvfs("/dev/shm")
+        if free.f_bavail * free.f_frsize < nproc * _MPI_SHM_NBYTES:
+            # A container's /dev/shm is often small, and Open MPI would abort. 5 and 4, as above.
+            for transport in ("sm", "vader"):
+                name = f"OMPI_MCA_btl_{transport}_backing_directory"
+                defaults[name] = str(temporary_folder())
     if os.getuid() == 0:  # Open MPI refuses to run as root without both
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return [mpirun, "-n", str(nproc), *command], defaults

@@ -201,7 +201,10 @@ def _can_run_in_a_fork() -> bool:
     if trial == 0:
         os._exit(gpu.is_in_bad_fork())
     _, status = os.waitpid(trial, 0)
-    return len(os.listdir("/proc/self/task")) == 1 and status == 0
+    try:
+        return len(os.listdir("/proc/self/task")) == 1 and status == 0
+    except OSError:  # no /proc: not known
+        return False
 
 
 def _begin_rank(server: int, environ: dict[str, str]) -> None:

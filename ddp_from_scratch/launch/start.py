@@ -117,7 +117,10 @@ def start_ranks(
         if stdin is not None:
             stack.enter_context(same_terminal_afterwards())
         # Private (mode 0700): the ranks' files.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-")))
+        temporary = environment.temporary_folder()
+        folder = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp-run-", dir=temporary))
+        )
         if callable(command):
             command = _command_of(command, folder)
         common = {environment.PARENT: str(ancestors.own()), environment.STARTED_HERE: "1"}

@@ -5,7 +5,6 @@ import ctypes
 import os
 import stat
 import sys
-import tempfile
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -338,7 +337,7 @@ def _torchrun_store(placement: Placement, timeout: timedelta) -> dist.Store | No
 
 
 def _private_folder() -> Path:
-    folder = Path(tempfile.gettempdir()) / f"ddp-{os.getuid()}"
+    folder = environment.temporary_folder() / f"ddp-{os.getuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     # In a shared folder somebody else may have made it first, as a folder or a link (which `lstat`

@@ -1,9 +1,13 @@
 """Which rank a process is, read from what torchrun, Open MPI, MPICH and Slurm leave behind."""
 
+import os
 import sys
+import tempfile
+from types import SimpleNamespace
 
 import pytest
 
+from ddp_from_scratch import UsageError, start_ranks
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import ALONE, Placement
 from tests.support.refusal import refusal
@@ -113,3 +117,20 @@ def test_mpirun_beside_this_python_comes_before_any_other(tmp_path, monkeypatch)
         (folder / "mpirun").touch(mode=0o755)
         command, _ = environment.mpirun_command(3, ["python", "x.py"])
         assert command == [str(folder / "mpirun"), "-n", "3", "python", "x.py"]
+    for free, uses_it in ((2**26, True), (2**20, False)):
+        monkeypatch.setattr(
+            os, "statvfs", lambda _, n=free: SimpleNamespace(f_bavail=n, f_frsize=1)
+        )
+        _, variables = environment.mpirun_command(3, ["python", "x.py"])
+        assert ("OMPI_MCA_btl_sm_backing_directory" not in variables) == uses_it
+
+
+def test_without_a_folder_for_temporary_files(monkeypatch):
+    def nowhere():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    text = "no folder for temporary files can be written to: set TMPDIR to one"
+    assert refusal(environment.temporary_folder) == text
+    with pytest.raises(UsageError, match=text):
+        start_ranks([sys.executable, "-c", ""], [2])
