@@ -31,7 +31,7 @@ ROOMS = {
         "reducer": "common core node options sync virtual_ranks watch",
         "optim": "backend common core options reducer sync",
         "torch_ddp": "common core options reducer sync",
-        "world": "common launch mpi node reducer",
+        "world": "backend common launch mpi node reducer",
         "bench": "common launch node optim reducer sync watch world",
         "training": "common launch virtual_ranks watch world",
     }.items()

@@ -77,7 +77,6 @@ def test_torchrun_brings_its_own_store(environ):
     environ(MASTER_PORT="29500")
     assert "MASTER_ADDR is not set" in refusal(rendezvous.meet, LIMIT)
     environ(MASTER_ADDR="127.0.0.1")
-    assert rendezvous.meet(LIMIT) == (ONE_MACHINE, None)
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
     environ(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
@@ -121,12 +120,18 @@ def test_srun_on_one_machine_meets_in_a_private_file(environ, tmp_path):
         assert "belongs to somebody else" in refusal(rendezvous.meet, LIMIT)
 
 
-def test_srun_on_several_machines_meets_on_the_first(environ):
+def test_srun_on_several_machines_meets_on_the_first(environ, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_store_of_rank_0", lambda placement, timeout: placement.rank)
     environ(**SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]"})
     placement, store = rendezvous.meet(LIMIT)
-    assert (placement.one_machine, store) == (False, None)
+    assert (placement.one_machine, store) == (False, 1)
     assert os.environ["MASTER_ADDR"] == "gpu03"
     assert os.environ["MASTER_PORT"] == str(20000 + 31 * 12 + 3)
+    for job in range(0, 2**26, 99_991):  # below the ports that Linux gives to connections
+        del os.environ["MASTER_PORT"]
+        environ(SLURM_JOB_ID=str(job))
+        rendezvous.meet(LIMIT)
+        assert 20000 <= int(os.environ["MASTER_PORT"]) < 32768
 
     environ(MASTER_ADDR="mine", MASTER_PORT="1", SLURM_JOB_ID="twelve")
     assert "SLURM_JOB_ID='twelve'" in refusal(rendezvous.meet, LIMIT)
