@@ -158,7 +158,7 @@ def test_no_import_goes_round_in_a_circle():
 def test_the_package_is_as_short_as_it_was():
     lines = [path.read_text().count("\n") for path in MODULES]
     assert (len(lines) <= 106, sum(lines) <= 22_500, max(lines) <= 600) == (True,) * 3
-    assert (len(ROOMS), sum(map(len, ROOMS.values()))) == (16, 58)  # folders, arrows
+    assert (len(ROOMS), sum(map(len, ROOMS.values()))) == (16, 59)  # folders, arrows
 
 
 @on("gloo-2")
