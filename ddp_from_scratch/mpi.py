@@ -108,6 +108,8 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
         by, advice = environment.launcher(environ), "start it with mpirun"
         if by == "mpirun":
             advice = "use the mpirun of the MPI that mpi4py loads"
+            if "PMI_SIZE" in environ and "OMPI_COMM_WORLD_RANK" not in environ:
+                advice += ", or unset PMI_SIZE and PMI_RANK if no mpirun started this process"
         elif by == "srun":
             advice = "add --mpi=pmix"
         elif environment.STARTED_HERE in environ:

@@ -53,10 +53,16 @@ class Placement:
             )
 
     @property
+    def is_complete(self) -> bool:
+        """False if only rank and world size are known: the ranks then compare their machines."""
+        return self.local_world_size > 0
+
+    @property
     def one_machine(self) -> bool:
         return self.local_world_size == self.world_size
 
 
+_LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ALONE = Placement(0, 1, 0, 1, 0, "none")
 
 
@@ -82,8 +88,11 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
     """Reads the placement that torchrun or srun has set, else `ALONE`; see `mpi.placement`."""
     by = launcher(environ)
     if by == "torchrun":
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        rank, size, local_rank, local_size = (number(environ, name) for name in names)
+        rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+        if not all(name in environ for name in _LOCAL):
+            # Kubeflow and others set no more than torch's env:// reads.
+            return Placement(rank, size, 0, 1 if size == 1 else 0, 0, by)
+        local_rank, local_size = (number(environ, name) for name in _LOCAL)
         node = number(environ, "GROUP_RANK", "0")
         return Placement(rank, size, local_rank, local_size, node, by)
     if by == "srun":
@@ -99,6 +108,29 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
         rank, size, local_rank = (number(environ, name) for name in own)
         return Placement(rank, size, local_rank, counts[node], node, by)
     return ALONE
+
+
+def local_variables(
+    placement: Placement, environ: Mapping[str, str] = os.environ
+) -> dict[str, int]:
+    """Returns those of LOCAL_RANK and LOCAL_WORLD_SIZE that the launcher has set."""
+    if placement.launcher != "torchrun":
+        return {}
+    return {name: number(environ, name) for name in _LOCAL if name in environ}
+
+
+def master(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Returns MASTER_ADDR and MASTER_PORT; raises a UsageError if either cannot be right."""
+    port, address = number(environ, "MASTER_PORT"), environ.get("MASTER_ADDR")
+    if address is None:
+        raise UsageError("MASTER_ADDR is not set: it is the address of rank 0's machine")
+    if address.strip() in ("", "None"):  # as Python and YAML write what is not there
+        raise UsageError(
+            f"MASTER_ADDR is {address!r}: set it to the address of rank 0's machine, on all ranks"
+        )
+    if not 0 < port < 65536:
+        raise UsageError(f"MASTER_PORT must be 1 to 65,535, got {port}")
+    return address, port
 
 
 def started(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -248,6 +280,17 @@ def choose_interface(placement: Placement) -> None:
     if found is not None and nccl is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", nccl)
+
+
+def check_interface(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises a UsageError if GLOO_SOCKET_IFNAME names an interface that is not there."""
+    present = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in present:
+            raise UsageError(
+                f"GLOO_SOCKET_IFNAME has {name}, an interface that {socket.gethostname()} does not "
+                f"have: choose from {', '.join(present)}, or unset it"
+            )
 
 
 def _address(interface: str) -> str | None:

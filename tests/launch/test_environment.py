@@ -19,6 +19,7 @@ def variables(text):
 
 TORCHRUN = variables("RANK=5 WORLD_SIZE=6 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=2")
 BY_HAND = variables("RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2")
+POD = variables("RANK=1 WORLD_SIZE=2")  # of Kubeflow's PyTorchJob
 OMPI = variables("RANK=1 SIZE=4 LOCAL_RANK=1")
 OPEN_MPI = {f"OMPI_COMM_WORLD_{name}": value for name, value in OMPI.items()}
 MPICH = variables("PMI_RANK=1 PMI_SIZE=4 MPI_LOCALRANKID=1")
@@ -36,6 +37,9 @@ DAEMON = SRUN | variables("SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASK
     [
         ({}, "none", None, ALONE),
         (TORCHRUN, "torchrun", 6, Placement(5, 6, 1, 2, 2, "torchrun")),
+        (POD, "torchrun", 2, Placement(1, 2, 0, 0, 0, "torchrun")),  # the ranks find out
+        (POD | {"LOCAL_RANK": "1"}, "torchrun", 2, Placement(1, 2, 0, 0, 0, "torchrun")),
+        (variables("RANK=0 WORLD_SIZE=1"), "torchrun", 1, Placement(0, 1, 0, 1, 0, "torchrun")),
         (BY_HAND, "torchrun", 2, Placement(0, 2, 0, 2, 0, "torchrun")),
         (OPEN_MPI, "mpirun", 4, ALONE),  # MPI itself knows
         (MPICH, "mpirun", 4, ALONE),
@@ -53,14 +57,15 @@ def test_launcher_and_place_are_told_by_variables(environ, by, size, placement):
     assert environment.started(environ) == size
     assert environment.placement(environ) == placement
     first = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-    assert environment.reports_errors(environ) == (environ in ({}, BY_HAND, BATCH))
+    alone = not any(environ.get(name, "0") != "0" for name in first)
+    assert environment.reports_errors(environ) == alone
     assert environment.reports_errors(environ | {name: "0" for name in first if name in environ})
 
 
 @pytest.mark.parametrize(
     ("environ", "told"),
     [
-        (variables("RANK=0 WORLD_SIZE=2"), "LOCAL_RANK=None"),
+        (POD | {"LOCAL_RANK": "one"}, "LOCAL_RANK='one'"),
         (TORCHRUN | {"RANK": "-1"}, "RANK='-1'"),
         (TORCHRUN | {"WORLD_SIZE": "²"}, "WORLD_SIZE='²'"),
         (TORCHRUN | {"RANK": "6"}, "rank 6 of 6"),
@@ -70,6 +75,32 @@ def test_launcher_and_place_are_told_by_variables(environ, by, size, placement):
 )
 def test_malformed_variables_are_named(environ, told):
     assert told in refusal(environment.placement, environ)
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        (variables("MASTER_PORT=1"), "MASTER_ADDR is not set"),
+        (variables("MASTER_PORT=1 MASTER_ADDR="), "MASTER_ADDR is '': set it to the address of"),
+        (variables("MASTER_PORT=None MASTER_ADDR=None"), "MASTER_PORT='None', expected a number"),
+        (variables("MASTER_PORT=1 MASTER_ADDR=None"), "MASTER_ADDR is 'None': set it to the"),
+        (variables("MASTER_PORT=-1 MASTER_ADDR=a"), "MASTER_PORT='-1', expected a number"),
+        (variables("MASTER_PORT=0 MASTER_ADDR=a"), "MASTER_PORT must be 1 to 65,535, got 0"),
+        (variables("MASTER_PORT=65536 MASTER_ADDR=a"), "must be 1 to 65,535, got 65536"),
+    ],
+)
+def test_a_wrong_address_of_rank_0_is_named(environ, told):
+    assert told in refusal(environment.master, environ)
+
+
+def test_an_interface_that_is_not_there_is_named_with_those_that_are():
+    for names in "", "lo", "lo,lo":
+        environment.check_interface({"GLOO_SOCKET_IFNAME": names})
+    environment.check_interface({})
+    for names in "bond1", "lo,bond1", "bond1,lo":
+        told = refusal(environment.check_interface, {"GLOO_SOCKET_IFNAME": names})
+        assert told.startswith("GLOO_SOCKET_IFNAME has bond1, an interface that ")
+        assert "choose from lo" in told
 
 
 def test_slurm_lists():

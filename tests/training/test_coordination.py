@@ -1,7 +1,6 @@
 """Ranks with different settings: all know before they train, in one line."""
 
 from dataclasses import fields
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.training import coordination, loop
 from ddp_from_scratch.training.settings import Settings, option_of
 from ddp_from_scratch.world.elastic import broadcast_state
-from ddp_from_scratch.world.world import _check_gpus, _device, _meet_in_store
+from ddp_from_scratch.world.world import _check_gpus, _device
 from tests.support.on_ranks import on
 from tests.support.refusal import refusal
 from tests.support.terms import recorded
@@ -76,18 +75,6 @@ def test_the_command_versions_and_images_are_compared(world):
         told = refusal(loop.Trainer, settings, world)
     assert told.startswith("--dataset digits is 1,437 + 360 images of 1x8x8, checksum ")
     assert told.count(", checksum ") == 2
-
-
-def test_another_backend_is_known_before_the_group_is_opened():
-    store, limit = dist.HashStore(), timedelta(seconds=0.1)
-    cpu, places = torch.device("cpu"), [Placement(r, 3, r, 3, 0, "torchrun") for r in range(3)]
-    with pytest.raises(UsageError, match=r"rank 1 waited 0.1 s for all 3 .* missing: \[0, 2\]"):
-        _meet_in_store(store, "gloo", places[1], cpu, limit)
-    assert "missing: [2]" in refusal(_meet_in_store, store, "gloo", places[0], cpu, limit)
-    with pytest.raises(UsageError, match="backend is gloo on rank 0 and nccl on rank 2: it must"):
-        _meet_in_store(store, "nccl", places[2], cpu, limit)
-    for place in places[:2]:
-        _meet_in_store(store, "gloo", place, cpu, limit)
 
 
 def test_two_ranks_on_one_gpu_are_named():

@@ -77,7 +77,6 @@ def test_torchrun_brings_its_own_store(environ):
     environ(MASTER_PORT="29500")
     assert "MASTER_ADDR is not set" in refusal(rendezvous.meet, LIMIT)
     environ(MASTER_ADDR="127.0.0.1")
-    assert rendezvous.meet(LIMIT) == (ONE_MACHINE, None)
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
     environ(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
@@ -121,12 +120,18 @@ def test_srun_on_one_machine_meets_in_a_private_file(environ, tmp_path):
         assert "belongs to somebody else" in refusal(rendezvous.meet, LIMIT)
 
 
-def test_srun_on_several_machines_meets_on_the_first(environ):
+def test_srun_on_several_machines_meets_on_the_first(environ, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_store_of_rank_0", lambda placement, timeout: placement.rank)
     environ(**SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "gpu[03-04]"})
     placement, store = rendezvous.meet(LIMIT)
-    assert (placement.one_machine, store) == (False, None)
+    assert (placement.one_machine, store) == (False, 1)
     assert os.environ["MASTER_ADDR"] == "gpu03"
     assert os.environ["MASTER_PORT"] == str(20000 + 31 * 12 + 3)
+    for job in range(0, 2**26, 99_991):  # below the ports that Linux gives to connections
+        del os.environ["MASTER_PORT"]
+        environ(SLURM_JOB_ID=str(job))
+        rendezvous.meet(LIMIT)
+        assert 20000 <= int(os.environ["MASTER_PORT"]) < 32768
 
     environ(MASTER_ADDR="mine", MASTER_PORT="1", SLURM_JOB_ID="twelve")
     assert "SLURM_JOB_ID='twelve'" in refusal(rendezvous.meet, LIMIT)
@@ -154,6 +159,13 @@ def test_the_interface_is_loopback_or_the_way_to_the_master(environ):
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=lo"  # and no other whose name begins so
 
 
+def test_a_leftover_of_mpirun_without_mpi4py_says_what_to_install(environ, monkeypatch):
+    environ(PMI_SIZE="1", PMI_RANK="0")
+    monkeypatch.setattr(rendezvous, "find_spec", lambda name: None)
+    told = refusal(rendezvous._open, "gloo", LIMIT)
+    assert told.startswith("under mpirun the ranks of gloo meet through mpi4py, which is not inst")
+
+
 TORCHRUNS = "torchrun started 2 processes but MPI sees 1"
 
 
@@ -163,6 +175,11 @@ TORCHRUNS = "torchrun started 2 processes but MPI sees 1"
         (TORCHRUN, f"{TORCHRUNS}: start it with mpirun"),
         # torchrun as mpirun's only process: each of its own is rank 0 of 1.
         (TORCHRUN | {"PMI_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, TORCHRUNS),
+        (
+            {"PMI_SIZE": "4", "PMI_RANK": "0"},  # left in an interactive shell
+            "mpirun started 4 processes but MPI sees 1: use the mpirun of the MPI that mpi4py "
+            "loads, or unset PMI_SIZE and PMI_RANK if no mpirun started this process",
+        ),
         (SRUN, "srun started 2 processes but MPI sees 1: add --mpi=pmix"),
         (TORCHRUN | {"PMI_SIZE": "1"}, None),  # mpirun's, and variables that a shell has left
     ],
