@@ -30,6 +30,7 @@ _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("check_sync",), "docs/how-to/find-faults.md"),
     (("convert_sync_batchnorm", "SyncBatchNorm"), "docs/how-to/models.md"),
     (("start_ranks",), "docs/how-to/start.md"),
+    (("environment_without_rank",), "docs/how-to/start.md"),
     (("elastic",), "docs/how-to/elastic.md"),
     (("timeline",), "docs/how-to/timeline.md"),
     (("UsageError", "CommunicationError"), "docs/reference.md"),

@@ -26,8 +26,8 @@ _OF_RANKS = re.compile(
 )
 
 
-def environment_without_rank(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Returns the variables without those that make a process a rank.
+def environment_without_rank(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns variables, by default this process's, without those that make it a rank.
 
     For a program that a rank starts:
 
@@ -36,7 +36,8 @@ def environment_without_rank(environ: Mapping[str, str] = os.environ) -> dict[st
     `ddp.process_group` in that program then opens a group of this program alone, and it can start
     ranks of its own. Removes what torchrun, mpirun, srun and `start_ranks` have set.
     """
-    return {name: value for name, value in environ.items() if not _OF_RANKS.fullmatch(name)}
+    variables = os.environ if environ is None else environ
+    return {name: value for name, value in variables.items() if not _OF_RANKS.fullmatch(name)}
 
 
 def claim_rank() -> None:

@@ -89,12 +89,12 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
     by = launcher(environ)
     if by == "torchrun":
         rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
-        if not all(name in environ for name in _LOCAL):
+        local = [number(environ, name) for name in _LOCAL if name in environ]
+        if len(local) < len(_LOCAL):
             # Kubeflow and others set no more than torch's env:// reads.
             return Placement(rank, size, 0, 1 if size == 1 else 0, 0, by)
-        local_rank, local_size = (number(environ, name) for name in _LOCAL)
         node = number(environ, "GROUP_RANK", "0")
-        return Placement(rank, size, local_rank, local_size, node, by)
+        return Placement(rank, size, local[0], local[1], node, by)
     if by == "srun":
         node = number(environ, "SLURM_NODEID")
         tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))

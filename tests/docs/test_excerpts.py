@@ -16,7 +16,9 @@ PYTHON = excerpts("python")
 (README,) = [excerpt for excerpt in PYTHON if excerpt.page == ROOT / "README.md"]
 TESTS = [excerpt for excerpt in PYTHON if "\ndef test_" in excerpt.code]
 ON_MPI = [excerpt for excerpt in PYTHON if re.search(r'"mpi"\)|mpi\.BACKEND', excerpt.code)]
-ON_GLOO = [excerpt for excerpt in PYTHON if excerpt not in ON_MPI + TESTS]
+# Shown to fail: `test_the_example_of_the_guide` runs it.
+FAILING = [excerpt for excerpt in PYTHON if "# no other rank calls it" in excerpt.code]
+ON_GLOO = [excerpt for excerpt in PYTHON if excerpt not in ON_MPI + TESTS + FAILING]
 ON_MPI.append(replace(README, code=README.code.replace('("gloo")', '("mpi")')))
 
 

@@ -72,8 +72,10 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 RUN_PY = {*make_parser()._option_string_actions} - {"-h", "--help"}
 OF_OTHERS = {
     "horovodrun": {"--min-np", "--max-np"},
-    "torchrun": {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"},
-    "mpirun": {"--oversubscribe", "--mca", "--host", "--bind-to", "--allow-run-as-root"},
+    "torchrun": {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
+    | {"--no-python", "--tee", "--local-ranks-filter"},
+    "mpirun": {"--oversubscribe", "--mca", "--host", "--bind-to", "--allow-run-as-root"}
+    | {"--stdin"},
     "Slurm": {"--mpi", "--ntasks", "--signal", "--requeue", "--open-mode", "--job-name", "--time"}
     | {"--output", "--gpus-per-task", "--gpus-per-node"},
     "docker": {"--ipc", "--shm-size"},

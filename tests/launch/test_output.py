@@ -104,7 +104,7 @@ DEBUGGED = """
 import os, sys
 number = 41 + int(os.environ["RANK"])
 breakpoint()
-print(f"rank {os.environ['RANK']} goes on\\n", end="", flush=True)
+print(f"rank {os.environ['RANK']} continues\\n", end="", flush=True)
 """
 
 
@@ -123,7 +123,7 @@ def test_one_rank_has_the_debugger(capfd, monkeypatch):
         os.close(read)
     out = capfd.readouterr().out
     assert "(Pdb) 42\n" in out
-    assert out.count("goes on") == 2
+    assert out.count("continues") == 2
 
 
 def test_a_rank_that_does_not_exist_is_not_debugged():
