@@ -9,7 +9,7 @@ from ddp_from_scratch import UsageError, start_ranks
 from ddp_from_scratch.launch.output import Output
 from tests.support.failing_run import RUN_PY, Run
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 RANK = """
 import os, signal, sys
