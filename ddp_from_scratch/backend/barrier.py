@@ -377,12 +377,3 @@ def _leave() -> None:
     """
     for barrier in list(_open):
         barrier.leave()
-
-
-def _fail_in_fork() -> None:
-    """Fails each group in a forked process, which would write and wait in its parent's name."""
-    for barrier in list(_open):
-        barrier.fail("this process was forked from a rank, and only the rank itself may use it")
-
-
-os.register_at_fork(after_in_child=_fail_in_fork)

@@ -1,6 +1,7 @@
 """Work handles of collectives, and the thread that runs a group's operations in order."""
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -131,7 +132,7 @@ class Worker:
         # Submitted and unfinished work; a thread that finds it empty may run an operation at once.
         self._queued: set[NodeWork] = set()
         self._turn = threading.Lock()  # held while an operation runs
-        self._closed = False
+        self._closed = self._forked = False
         # A daemon: if it blocks in MPI on a lost peer, it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -139,6 +140,10 @@ class Worker:
 
     def submit(self, work: NodeWork, run: Run, at_once: bool) -> NodeWork:
         """Runs `run` in its turn, in this thread if `at_once` allows, then completes `work`."""
+        if self._forked:
+            # Not raised here: torch would look this group up to log it, and fail to find it.
+            work.fail(RuntimeError("this process was forked from a rank, which alone may do this"))
+            return work
         if self._closed:
             raise RuntimeError("the process group is closed")
         # Only if nothing is queued, or the order would differ between ranks.
@@ -160,6 +165,10 @@ class Worker:
         self._queue.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def close_in_fork(self) -> None:
+        """Makes operations raise in a forked process, which has no thread to run them."""
+        self._closed = self._forked = True
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -197,3 +206,11 @@ def _close_workers() -> None:
     """Ends the threads: one inside torch at interpreter shutdown would abort the process."""
     for worker in list(_running):
         worker.close(timeout=1.0)
+
+
+def _close_in_fork() -> None:
+    for worker in list(_running):
+        worker.close_in_fork()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)

@@ -156,6 +156,8 @@ FORKS = """
                     reducer.average_gradients()
                 except RuntimeError as error:
                     assert "this process was forked from a rank" in str(error), error
+                else:
+                    sys.exit(4)
                 if code:
                     sys.exit(code)
                 return
