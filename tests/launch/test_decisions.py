@@ -277,7 +277,9 @@ def test_a_machine_that_is_not_machine_0(name, job, capfd):
     assert link.closed_with == (1 if case.code is None else case.code)
 
 
-@pytest.mark.parametrize("seeds", [range(15), slow(range(15, 160))], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(15), *(slow(range(at, at + 15)) for at in range(15, 60, 15))], ids=str
+)
 def test_jobs_end_with_the_right_state_whatever_fails(seeds):
     wrong = {seed: sim.wrong for seed in seeds if (sim := Simulation(seed).run()).wrong}
     assert wrong == {}
