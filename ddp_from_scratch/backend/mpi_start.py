@@ -66,12 +66,10 @@ def within(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> Itera
 
     No exception can do that: MPI's own start does not return.
     """
-    rank, size = (_number(environ, f"{name}_RANK") for name in ("OMPI_COMM_WORLD", "PMI")), None
-    known = [number for number in rank if number is not None]
-    sizes = (_number(environ, f"{name}_SIZE") for name in ("OMPI_COMM_WORLD", "PMI"))
-    size = next((number for number in sizes if number is not None), None)
-    if known and not _came:
-        _announce(_place(environ, known[0]))
+    rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    size = _number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    if rank is not None and not _came:
+        _announce(_place(environ, rank))
 
     def end() -> None:
         seconds = timeout.total_seconds()
@@ -79,7 +77,7 @@ def within(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> Itera
         names = ""
         if missing and len(missing) < (size or 0) and _is_one_machine(environ, size):
             names = f"; missing: {missing}"
-        who = f"rank {known[0]}" if known else "this process"
+        who = "this process" if rank is None else f"rank {rank}"
         everyone = f"all {size} ranks" if size else "all ranks"
         text = f"{who} waited {seconds:g} s, its timeout, for {everyone} to open their group"
         sys.stderr.write(f"{text}: not all have started{names}\n")
@@ -95,15 +93,14 @@ def within(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> Itera
         timer.cancel()
 
 
-def _number(environ: Mapping[str, str], name: str) -> int | None:
-    value = environ.get(name, "")
-    return int(value) if value.isdecimal() else None
+def _number(environ: Mapping[str, str], *names: str) -> int | None:
+    """Returns the first of these variables that holds a number."""
+    values = (environ.get(name, "") for name in names)
+    return next((int(value) for value in values if value.isdecimal()), None)
 
 
 def _is_one_machine(environ: Mapping[str, str], size: int | None) -> bool:
-    names = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-    local = [_number(environ, name) for name in names if name in environ]
-    return not local or local[0] == size
+    return _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") in (None, size)
 
 
 def _place(environ: Mapping[str, str], rank: int) -> str:

@@ -11,7 +11,7 @@ from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.world.meeting import Arrival, Meeting
 from tests.support.refusal import refusal
 
-LONG = timedelta(seconds=60)
+LONG = timedelta(seconds=15)
 
 
 def pod(rank, size):
