@@ -4,6 +4,7 @@ A worker of a data loader imports the modules of its program again, and would st
 own. So nothing imports this module before a group opens.
 """
 
+import atexit
 import ctypes
 import importlib
 import os
@@ -114,6 +115,7 @@ def _announce(place: str) -> None:
     with suppress(OSError):  # of another system, or of a second job in this session
         came.bind(place)
     _came.append(came)
+    atexit.register(came.close)
 
 
 def _is_there(place: str) -> bool:

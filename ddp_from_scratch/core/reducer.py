@@ -115,7 +115,7 @@ class CoreReducer(Extensible):
         self.layout_changed()
 
     def add_extension(self, extension: Extension, first: bool = False) -> None:
-        """Starts to call this extension. A policy takes the place of an earlier one."""
+        """Starts to call this extension. Asks a policy instead of an earlier one of its kind."""
         if isinstance(extension, Usage):
             self.usage = extension
         elif isinstance(extension, LaunchOrder):
