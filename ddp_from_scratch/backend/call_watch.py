@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -70,13 +71,20 @@ class _Watched:
         self.name = str(group.group_name)
         self.ranks = dist.get_process_group_ranks(group)
         self._rank = str(dist.get_rank())
+        self._is_listed = group in dist.distributed_c10d._world.pg_names
         store = dist.distributed_c10d._get_process_group_store(group)
-        self._store = dist.PrefixStore("ddp calls", store)
+        # A program may close the groups and open others of the same names through one store.
+        _opened[self.name] += 1
+        self._store = dist.PrefixStore(f"ddp calls {_opened[self.name]}", store)
         self._before: tuple[object, ...] = ()
         self._since = 0.0
         self._published = False
         self._suspected, self._suspected_at = "", 0.0
         self.found, self._found_at = "", 0.0  # the mismatch
+
+    def is_closed(self, group: dist.ProcessGroup) -> bool:
+        """True if the program has destroyed the group, which something may still hold."""
+        return self._is_listed and group not in dist.distributed_c10d._world.pg_names
 
     def look(self, group: dist.ProcessGroup, block: Block | None) -> None:
         """Notes progress; compares with the other ranks if there was none. Raises RuntimeError."""
@@ -95,9 +103,15 @@ class _Watched:
         if now < self._since + _STILL_S:
             return
         if not self._published:
-            averages = {} if beside is None else {AVERAGES + self.name: count}
             names = dist.distributed_c10d._world.pg_names
+            numbers = [*map(sequence_number, names)]
+            averages = {} if beside is None else {AVERAGES + self.name: count}
             position = Position.of(block, [*map(str, names.values())], averages, under_way)
+            # Calls made while it was read would seem to come before those that were read first.
+            if [*map(sequence_number, names)] != numbers or blocked() != block:
+                return
+            if beside is not None and beside.calls != count:
+                return
             self._store.set(self._rank, json.dumps(asdict(position)))
             self._published = True
         if not self._store.check([_FOUND]):
@@ -148,6 +162,7 @@ def _raise_in_main_thread(text: str) -> None:
 
 
 _watched = weakref.WeakKeyDictionary[dist.ProcessGroup, _Watched]()
+_opened = Counter[str]()
 _stop = threading.Event()
 _threads: dict[int, threading.Thread] = {}  # by process: a forked child has none
 
@@ -179,6 +194,9 @@ def _run() -> None:
 def _look(one: _Watched) -> None:
     group = one.group()
     if group is None:
+        return
+    if one.is_closed(group):
+        _watched.pop(group, None)
         return
     with suppress(RuntimeError, ValueError):  # the group or its store has been closed
         block = blocked()
