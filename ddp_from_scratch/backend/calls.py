@@ -71,15 +71,19 @@ def recorded() -> list[Call]:
 
 
 def names_of(group: str, after: int, until: int) -> tuple[int, str] | None:
-    """Counts the main thread's calls on a group between two sequence numbers; names the last.
+    """Counts the calls on a group between two sequence numbers; names the last.
 
-    None if the recorder has forgotten some.
+    None if the recorder has forgotten some, or if another thread has made some: a comm hook's
+    second collective is called by the main thread or by gloo's, whichever is faster.
     """
     calls = recorded()
     own = [call for call in calls if call.group == group]
     if calls and calls[0].order > 0 and (not own or own[0].sequence > after):
         return None
-    texts = [c.text for c in own if c.by_main_thread and after < c.sequence <= until]
+    between = [call for call in own if after < call.sequence <= until]
+    if not all(call.by_main_thread for call in between):
+        return None
+    texts = [call.text for call in between]
     return len(texts), ", ".join(["..."] * (len(texts) > 3) + texts[-3:])
 
 

@@ -174,6 +174,27 @@ def test_what_is_no_mismatch(world):
         assert step().iteration == 8
 
 
+@on("three")
+def test_a_collective_that_only_some_ranks_call_from_another_thread(world):
+    """A comm hook's second one runs in the main thread, or in gloo's, which wakes the future."""
+    group = dist.new_group([0, 1, 2])
+    step = a_step(group)
+    step()
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(1), group=group)
+    else:
+        thread = threading.Thread(
+            target=dist.all_reduce, args=(torch.ones(1),), kwargs={"group": group}
+        )
+        thread.start()
+        thread.join()
+    if world.rank == 0:  # rank 2 has made one call less, so the ranks compare
+        dist.send(torch.ones(1), dst=1, group=group)
+    if world.rank == 1:
+        dist.recv(torch.ones(1), src=0, group=group)
+    assert step().iteration == 2
+
+
 @on("two")
 def test_a_mismatch_of_a_destroyed_group_ends_nothing(world):
     """Something may still hold the group: an exception, or autograd."""
