@@ -17,7 +17,6 @@ from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.node import gloo_alone, shared_memory_group
 from ddp_from_scratch.options import launch_order
-from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import (
     Checks,
@@ -201,7 +200,6 @@ class Reducer(CoreReducer):
                 yield FusedWgrad()
             if check_finite:
                 yield FiniteCheck()
-            yield BucketHooks()
             yield from extensions
 
         if virtual_ranks is not None and ready_order is None:
@@ -430,8 +428,8 @@ class Reducer(CoreReducer):
         """
         kept = self._with_virtual_ranks().set_step(step, seed, keep)
         self.iteration, self.pass_number = step, IDLE
-        for call in self.calls["on_set_step"]:
-            call()
+        for on_set_step in self.calls.on_set_step:
+            on_set_step()
         return kept
 
     def abort_step(self) -> None:

@@ -68,6 +68,8 @@ class Bucket:
     packs_early = False  # True if `pack_one` must be called for each gradient as it arrives
     # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
     keeps_no_graph = ""
+    # Members that another Reducer averages, too.
+    shared: frozenset[int] = frozenset()
 
     def __init__(
         self,

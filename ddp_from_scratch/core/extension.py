@@ -1,8 +1,8 @@
 """Extensions, through which every option hooks into a Reducer."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -10,36 +10,25 @@ from ddp_from_scratch.core.bucket import Bucket
 
 
 class Extension:
-    """An object that a Reducer calls in each phase of a step. Its methods do nothing here.
+    """An object that a Reducer tells of each phase of a step. Its methods do nothing here.
 
     A Reducer calls only methods that a class overrides, so an option costs nothing in the other
-    phases. Extensions are called in the order in which they were added.
+    phases. Extensions are called in the order in which they were added. No method returns anything:
+    what a Reducer asks for is in `Check` below, and in `policies.py`.
 
-    - layout: `on_layout` is called when buckets, extensions or `ready_order` have changed.
     - forward: `on_forward` and `on_forwarded` are called before and after each forward pass of the
       module, with or without gradients.
     - ready: `on_gradient` says that a parameter has its gradient in `.grad`, also under
-      `no_sync()`. `check_gradient` raises if the bucket cannot hold this gradient, which is sparse,
-      has a graph of its own, or could not be packed.
-    - launch: `on_begin` is called when a backward pass has its first gradient. `on_launch` is
-      called before a bucket is packed, `on_packed` before the comm hook, `on_launched` after it or
-      after an error, and `on_agree` and `on_agreed` before and after a wait for the weights of all
-      ranks.
-    - end: if an exception has ended the pass, `on_break` is called before `backward()` raises it.
-      `on_all_launched` may return an error for `backward()` to raise; this rank then unpacks
-      nothing.
-    - wait: `on_wait` and `on_waited` are called around the wait for a bucket. If it failed,
-      the bucket is not LANDED. A comm hook that allows one bucket in flight adds an empty wait.
-    - unpack: `on_finished` is called when the averages of a bucket are in `.grad`.
+      `no_sync()`.
+    - launch: `on_launch` is called before a bucket is packed, `on_packed` before the comm hook.
+    - unpack: `on_unpacked` is called when the averages of a bucket are in `.grad`.
     - averaged: `on_average` is called on every rank; iteration 1 is the first. `takes_part` is
-      False without data inside `join()`, and if `backward()` is about to raise. `error` returns
-      the error that `backward()` must raise on this rank.
+      False without data inside `join()`, and if `backward()` is about to raise.
     - between: `on_step` is called before an optimizer steps a parameter, `on_stepped` after it
       unless it has raised, `on_set_step` before the first step of new ranks, `on_abort` when a step
       is dropped, `remove` when the Reducer is removed from its module.
 
-    `on_all_launched` and `on_average` may communicate: every rank calls them. `on_set_step` and
-    `on_abort` must not. What only one extension may answer is in `policies.py`.
+    `on_average` may communicate: every rank calls it. The others must not.
     """
 
     def attach(self, reducer: Any) -> None:
@@ -47,26 +36,13 @@ class Extension:
         # Weak, because the Reducer holds this object.
         self._of: Callable[[], Any] = weakref.ref(reducer)
 
-    def on_layout(self) -> None: ...
     def on_forward(self) -> None: ...
     def on_forwarded(self, outputs: object) -> None: ...
     def on_gradient(self, index: int) -> None: ...
-    def check_gradient(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None: ...
-    def on_begin(self) -> None: ...
     def on_launch(self, bucket: Bucket) -> None: ...
-    def on_agree(self) -> None: ...
-    def on_agreed(self) -> None: ...
     def on_packed(self, bucket: Bucket) -> None: ...
-    def on_launched(self, bucket: Bucket) -> None: ...
-    def on_break(self, number: int) -> None: ...
-    def on_all_launched(self) -> RuntimeError | None: ...
-    def on_wait(self, bucket: Bucket) -> None: ...
-    def on_waited(self, bucket: Bucket) -> None: ...
-    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None: ...
+    def on_unpacked(self, iteration: int, bucket: Bucket, takes_part: bool) -> None: ...
     def on_average(self, iteration: int, takes_part: bool) -> None: ...
-    def error(self) -> RuntimeError | None:
-        return None
-
     def on_step(self, optimizer: torch.optim.Optimizer) -> None: ...
     def on_stepped(self, optimizer: torch.optim.Optimizer) -> None: ...
     def on_set_step(self) -> None: ...
@@ -74,51 +50,84 @@ class Extension:
     def remove(self) -> None: ...
 
 
-# The methods that a Reducer calls if an extension overrides them.
-METHODS = [name for name in vars(Extension) if not name.startswith("__") and name != "attach"]
+class Tracer(Extension):
+    """An extension that takes times: it is told of the begin and the end of each phase.
 
-Kind = TypeVar("Kind", bound=Extension)
+    A comm hook that allows one bucket in flight makes two waits for a bucket. If a wait has failed,
+    the bucket is not LANDED.
+    """
+
+    def on_launched(self, bucket: Bucket) -> None:
+        """Called after the comm hook, or after an error between `on_launch` and its return."""
+
+    def on_all_launched(self) -> None:
+        """Called when this rank has launched all buckets, before it checks or waits."""
+
+    def on_wait(self, bucket: Bucket | None) -> None:
+        """Called before a wait for a bucket, or (None) for the weights of all ranks."""
+
+    def on_waited(self, bucket: Bucket | None) -> None:
+        """Called after that wait, also if it has failed."""
 
 
-class Extensible:
-    """Calls extensions, in the order in which they were added."""
+class Check(Extension):
+    """An extension that decides whether `backward()` raises on this rank."""
 
-    def __init__(self) -> None:
-        self.extensions: list[Extension] = []
-        # By phase, the methods that extensions override.
-        self.calls: dict[str, list[Callable[..., Any]]] = {name: [] for name in METHODS}
+    def on_begin(self) -> None:
+        """Called when a backward pass has its first gradient."""
 
-    def add_extension(self, extension: Extension, first: bool = False) -> None:
-        """Starts to call this extension."""
-        extension.attach(self)
-        self.extensions.insert(0 if first else len(self.extensions), extension)
-        self._collect_calls()
+    def verdict(self) -> RuntimeError | None:
+        """Returns an error for `backward()` to raise; this rank then unpacks nothing.
 
-    def remove_extension(self, extension: Extension) -> None:
-        """Stops calling this extension."""
-        self.extensions.remove(extension)
-        self._collect_calls()
-
-    def _collect_calls(self) -> None:
-        # New lists, since extensions are added and removed in the middle of a phase.
-        self.calls = {
-            name: [
-                getattr(extension, name)
-                for extension in self.extensions
-                if getattr(type(extension), name) is not getattr(Extension, name)
-            ]
-            for name in METHODS
-        }
-        self.layout_changed()
-
-    def layout_changed(self) -> None:
-        """Tells the extensions that buckets, extensions or `ready_order` have changed."""
-        for call in self.calls["on_layout"]:
-            call()
-
-    def extension(self, kind: type[Kind]) -> Kind | None:
-        """Returns the extension of this type, or None."""
-        for extension in self.extensions:
-            if isinstance(extension, kind):
-                return extension
+        Every rank calls it when all buckets are launched, so it may communicate. All checks are
+        asked. Of several errors the last one counts, before any that the Reducer itself has found.
+        """
         return None
+
+    def late_verdict(self) -> RuntimeError | None:
+        """Returns what `backward()` must raise after the average, although `.grad` is right.
+
+        All checks are asked. Of several errors the first one counts, after that of `verdict`.
+        """
+        return None
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Calls:
+    """The methods that extensions override, by the method: a list of bound ones for each."""
+
+    def __init__(self, extensions: Sequence[Extension] = ()) -> None:
+        self.on_forward = overriding(Extension.on_forward, extensions)
+        self.on_forwarded = overriding(Extension.on_forwarded, extensions)
+        self.on_gradient = overriding(Extension.on_gradient, extensions)
+        self.on_launch = overriding(Extension.on_launch, extensions)
+        self.on_packed = overriding(Extension.on_packed, extensions)
+        self.on_unpacked = overriding(Extension.on_unpacked, extensions)
+        self.on_average = overriding(Extension.on_average, extensions)
+        self.on_step = overriding(Extension.on_step, extensions)
+        self.on_stepped = overriding(Extension.on_stepped, extensions)
+        self.on_set_step = overriding(Extension.on_set_step, extensions)
+        self.on_abort = overriding(Extension.on_abort, extensions)
+        self.remove = overriding(Extension.remove, extensions)
+        self.on_launched = overriding(Tracer.on_launched, extensions)
+        self.on_all_launched = overriding(Tracer.on_all_launched, extensions)
+        self.on_wait = overriding(Tracer.on_wait, extensions)
+        self.on_waited = overriding(Tracer.on_waited, extensions)
+        self.on_begin = overriding(Check.on_begin, extensions)
+        self.verdict = overriding(Check.verdict, extensions)
+        self.late_verdict = overriding(Check.late_verdict, extensions)
+
+
+def overriding(
+    method: Callable[Concatenate[Any, Arguments], Result], extensions: Sequence[Extension]
+) -> list[Callable[Arguments, Result]]:
+    """Returns this method, bound, of each extension whose class overrides it."""
+    name = method.__name__
+    return [
+        getattr(extension, name)
+        for extension in extensions
+        if getattr(type(extension), name, method) is not method
+    ]

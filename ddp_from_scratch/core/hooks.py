@@ -2,10 +2,11 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import chain
+from operator import setitem
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from ddp_from_scratch.core.bucket import Bucket
 
 Handle = torch.utils.hooks.RemovableHandle
 # Autograd's number for the backward pass that this thread executes; -1 outside of backward.
@@ -23,7 +26,8 @@ class Hooks:
     """The hooks of one Reducer, which is held weakly.
 
     They call `reducer.ready` with a weak reference, an index and the parameter when the `.grad` of
-    that parameter is complete, and its extensions around an optimizer's step. `nodes` are the
+    that parameter is complete (or `last_ready`, see `choose`), and its extensions around an
+    optimizer's step. `nodes` are the
     autograd nodes that accumulate the gradients. `handles` are those of the parameters, and then
     those of the module, which the Reducer adds.
     """
@@ -37,8 +41,8 @@ class Hooks:
         self.nodes: list[torch.autograd.graph.Node] = [edge.node for edge in edges]
         # Weak, because the garbage collector cannot see a cycle through a parameter's hooks, and
         # parameters may outlive the module. A WeakMethod would be slow Python code in each hook.
-        found = weakref.ref(reducer)
-        self._ready = [partial(reducer.ready, found, index) for index in range(len(parameters))]
+        self._reducer = me = weakref.ref(reducer)
+        self._ready = [partial(reducer.ready, me, index) for index in range(len(parameters))]
         self.handles: list[Handle] = [
             parameter.register_post_accumulate_grad_hook(hook)
             for parameter, hook in zip(parameters, self._ready, strict=True)
@@ -53,22 +57,41 @@ class Hooks:
                 self.handles.append(node.register_prehook(note))
         # Module hooks run only if the program calls the whole module; this check always runs.
         self.ids: frozenset[int] = frozenset(map(id, parameters))
+        self.per_bucket: bool = False  # True if autograd does not call for every gradient
+        self._chosen: tuple[bool, tuple[Bucket, ...]] = (True, ())
         _watch_steps()
         _living[id(reducer)] = reducer
         # The parameters may outlive the Reducer, but their hooks must not.
         weakref.finalize(self, _remove_all, self.handles)
 
-    def replace(self, hooks: Mapping[int, Callable[[torch.Tensor], None]]) -> None:
-        """Calls these for their parameters, and `ready` for all others."""
+    def choose(self, reducer: Any, each: bool) -> None:
+        """Calls `reducer.ready` for each gradient, or `last_ready` once for a bucket. Idempotent.
+
+        With many small layers, a Python call for each gradient is the largest cost. Autograd only
+        notes the other gradients in their bucket (`Bucket.noted`), without a Python frame. The very
+        first gradient keeps its hook, since it begins the pass.
+        """
+        if self._chosen == (each, reducer.flat_buckets):
+            return
+        self._chosen = each, reducer.flat_buckets
+        reducer.count_noted()
+        hooks: dict[int, Callable[[torch.Tensor], None]] = {}
+        if not each:
+            first = reducer.layout.index_of[reducer.ready_order[0]]
+            for bucket in reducer.flat_buckets:
+                # Not a parameter with a hook of the program's, which may clear the gradient.
+                others = filter(self._has_foreign, bucket.members)
+                noted = {*bucket.members[:-1]} - {first, *others}
+                if noted and not bucket.packs_early:
+                    hooks |= {index: partial(setitem, bucket.noted, index) for index in noted}
+                    last = bucket.members[-1]
+                    hooks[last] = partial(reducer.last_ready, self._reducer, last)
+        self.per_bucket = bool(hooks)
         for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
             table = handle.hooks_dict_ref()
             if table is not None and handle.id in table:
                 # In place, because hooks run in the order of registration.
                 table[handle.id] = hooks.get(index, ready)
-
-    def is_hooked(self, index: int) -> bool:
-        """True if the program has hooked this parameter, too."""
-        return self._has_foreign(index)
 
     def was_cleared(self, index: int, noted: bool) -> bool:
         """True if the program has cleared this `.grad`; False if autograd has left it undefined.
@@ -110,19 +133,31 @@ _living: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 @cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(partial(_tell, "on_step"))
-    register_optimizer_step_post_hook(partial(_tell, "on_stepped"))
+    register_optimizer_step_pre_hook(_tell_of_step)
+    register_optimizer_step_post_hook(_tell_of_end)
 
 
-def _tell(phase: str, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+def _tell_of_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     for reducer in [*_living.values()]:
-        if not reducer.calls[phase]:
-            continue
-        # No Python call for each parameter: every Reducer checks every step of every optimizer.
-        steps = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-        if not reducer.hooks.ids.isdisjoint(map(id, steps)):
-            for call in reducer.calls[phase]:
+        calls = reducer.calls.on_step
+        if calls and _steps(optimizer, reducer):
+            for call in calls:
                 call(optimizer)
+
+
+def _tell_of_end(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    for reducer in [*_living.values()]:
+        calls = reducer.calls.on_stepped
+        if calls and _steps(optimizer, reducer):
+            for call in calls:
+                call(optimizer)
+
+
+def _steps(optimizer: torch.optim.Optimizer, reducer: Any) -> bool:
+    """True if the optimizer steps a parameter of the Reducer."""
+    # No Python call for each parameter: every Reducer checks every step of every optimizer.
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return not reducer.hooks.ids.isdisjoint(map(id, parameters))
 
 
 def _remove_all(handles: Iterable[Handle]) -> None:
@@ -140,19 +175,28 @@ def nothing() -> tuple[Any, ...]:
 
 
 class ModuleHook:
-    """Calls a Reducer's extensions around a forward pass. A copy of the module has no such hook."""
+    """Calls a Reducer's extensions before a forward pass. A copy of the module has no such hook."""
 
-    def __init__(self, reducer: Any, phase: str) -> None:
-        self._reducer, self._phase = reducer, phase
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
 
-    def __call__(self, module: torch.nn.Module, inputs: object, *outputs: object) -> None:
+    def __call__(self, module: torch.nn.Module, inputs: object) -> None:
         # Traced, this would break a compiled model's graph. The check before a step still runs.
         if not torch.compiler.is_compiling():
-            for call in self._reducer.calls[self._phase]:
-                call(*outputs)
+            for call in self._reducer.calls.on_forward:
+                call()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return nothing()  # only where `_HookTable` is not the table
+
+
+class ModuleEndHook(ModuleHook):
+    """Calls a Reducer's extensions after a forward pass."""
+
+    def __call__(self, module: torch.nn.Module, inputs: object, outputs: object = None) -> None:
+        if not torch.compiler.is_compiling():
+            for call in self._reducer.calls.on_forwarded:
+                call(outputs)
 
 
 class _HookTable(OrderedDict[int, Any]):
@@ -178,10 +222,9 @@ def hook_module(module: torch.nn.Module, reducer: Any) -> list[Handle]:
         if not getattr(module, name):
             setattr(module, name, _HookTable())
     # As functions of the base class: a ScriptModule, which calls hooks, refuses the methods.
-    kind, before, after = torch.nn.Module, "on_forward", "on_forwarded"
     return [
-        kind.register_forward_pre_hook(module, ModuleHook(reducer, before)),
-        kind.register_forward_hook(module, ModuleHook(reducer, after)),
+        torch.nn.Module.register_forward_pre_hook(module, ModuleHook(reducer)),
+        torch.nn.Module.register_forward_hook(module, ModuleEndHook(reducer)),
     ]
 
 

@@ -47,3 +47,7 @@ class LaunchOrder(Extension):
     @abstractmethod
     def pass_ended(self) -> None:
         """Called before the last launches of a pass."""
+
+    @abstractmethod
+    def pass_failed(self, number: int) -> None:
+        """Called when an exception has ended this pass, before `backward()` raises it."""

@@ -9,16 +9,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from itertools import repeat
+from operator import is_
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.common.errors import shortened
-from ddp_from_scratch.core.bucket import Bucket, BucketState
+from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.comm_hooks import Sender
-from ddp_from_scratch.core.extension import Extensible, Extension
+from ddp_from_scratch.core.extension import Calls, Extension
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
 from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.core.policies import LaunchOrder, Usage
@@ -26,7 +28,10 @@ from ddp_from_scratch.core.policies import LaunchOrder, Usage
 IDLE = -1
 
 
-class CoreReducer(Extensible):
+Kind = TypeVar("Kind", bound=Extension)
+
+
+class CoreReducer:
     """All-reduces the gradients of a module in buckets, without wrapping the module.
 
     The phases of one backward pass:
@@ -49,6 +54,7 @@ class CoreReducer(Extensible):
         needs_each: True if autograd must call for each gradient: a pass may end before all of them.
         drops_at_once: True if a step that is dropped does not wait for what is in flight.
         next_bucket: every bucket before this index has been launched.
+        packs_early: True if a bucket packs each gradient as it arrives.
         usage, order: the policies, if any (`policies.py`).
         step_bucket: steps the parameters of a bucket that has landed; see `step_in_backward`.
     """
@@ -66,7 +72,8 @@ class CoreReducer(Extensible):
     ) -> None:
         if ready_order is not None and sorted(ready_order) != sorted(layout.names):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
-        super().__init__()
+        self.extensions: list[Extension] = []
+        self.calls: Calls = Calls()
         self.usage: Usage | None = None
         self.order: LaunchOrder | None = None
         self.step_bucket: Callable[[Bucket], None] | None = None
@@ -105,6 +112,8 @@ class CoreReducer(Extensible):
         self.all_buckets: tuple[Bucket, ...] = ()
         self.flat_buckets: tuple[Bucket, ...] = ()
         self.bucket_of: dict[int, Bucket] = {}
+        self.packs_early: bool = False
+        self._shared: frozenset[int] = frozenset()
         self.hooks: Hooks | None = None
         self.lay_out()
         for extension in extensions:
@@ -112,7 +121,7 @@ class CoreReducer(Extensible):
         self.hooks = Hooks(self)
         # These hooks keep the Reducer alive as long as its module.
         self.hooks.handles += hook_module(module, self)
-        self.layout_changed()
+        self._hook_parameters()
 
     def add_extension(self, extension: Extension, first: bool = False) -> None:
         """Starts to call this extension. Asks a policy instead of an earlier one of its kind."""
@@ -120,7 +129,26 @@ class CoreReducer(Extensible):
             self.usage = extension
         elif isinstance(extension, LaunchOrder):
             self.order = extension
-        super().add_extension(extension, first)
+        extension.attach(self)
+        self.extensions.insert(0 if first else len(self.extensions), extension)
+        self._extensions_changed()
+
+    def remove_extension(self, extension: Extension) -> None:
+        """Stops calling this extension."""
+        self.extensions.remove(extension)
+        self._extensions_changed()
+
+    def _extensions_changed(self) -> None:
+        # A new object: extensions are added and removed in the middle of a phase.
+        self.calls = Calls(self.extensions)
+        self._hook_parameters()
+
+    def extension(self, kind: type[Kind]) -> Kind | None:
+        """Returns the extension of this type, or None."""
+        for extension in self.extensions:
+            if isinstance(extension, kind):
+                return extension
+        return None
 
     # Layout -------------------------------------------------------------------------------------
 
@@ -138,7 +166,21 @@ class CoreReducer(Extensible):
                 bucket.load(saved)
             self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
             self.bucket_of = {i: bucket for bucket in self.all_buckets for i in bucket.members}
-        self.layout_changed()
+            self.packs_early = any(bucket.packs_early for bucket in flat)
+        self.set_shared(self._shared)
+        self._hook_parameters()
+
+    def set_shared(self, indices: frozenset[int]) -> None:
+        """Tells the buckets which parameters another Reducer averages, too."""
+        self._shared = indices
+        for bucket in self.flat_buckets:
+            bucket.shared = indices.intersection(bucket.members)
+
+    def _hook_parameters(self) -> None:
+        """Chooses for which gradients autograd calls Python: see `Hooks.choose`. Idempotent."""
+        if self.hooks is not None:
+            each = bool(self.calls.on_gradient) or self.needs_each or self.ready_order is None
+            self.hooks.choose(self, each)
 
     def _agree_on_order(self) -> None:
         """Lays the buckets out in the order of rank 0's gradients, on all ranks. Collective."""
@@ -157,10 +199,38 @@ class CoreReducer(Extensible):
         if self is None:
             return
         if gradient is not None:
-            for call in self.calls["on_gradient"]:
-                call(index)
+            for on_gradient in self.calls.on_gradient:
+                on_gradient(index)
         with self.lock:
             self._count(index, gradient)
+
+    @staticmethod
+    def last_ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
+        """Marks a whole bucket ready, whose last member is `index`; autograd noted the others."""
+        self = me()
+        if self is None:
+            return
+        if parameter.grad is None:
+            self.ready(me, index, parameter)
+            return
+        with self.lock:
+            bucket = self.bucket_of[index]
+            bucket.noted[index] = parameter
+            # The list lives until the launch, so that Python does not wrap each `.grad` again.
+            gradients = [*map(gradient_of, bucket.noted.values())]
+            if (
+                bucket.noted.keys() != bucket.missing
+                or not self.sync
+                or torch.is_grad_enabled()
+                or any(map(is_, gradients, repeat(None)))
+            ):
+                self.count_each(bucket)
+                return
+            if self.pass_number != current_pass():
+                self.begin_pass()
+            bucket.noted.clear()
+            bucket.missing.clear()
+            self.launch_full_buckets(early=True)
 
     def count_noted(self) -> None:
         """Counts the gradients that autograd has only noted in the buckets."""
@@ -187,8 +257,7 @@ class CoreReducer(Extensible):
             if self.hooks is not None and self.hooks.was_cleared(index, noted):
                 self._error = self.taken_gradient(index)
         elif gradient.is_sparse or gradient.requires_grad:
-            for check in self.calls["check_gradient"]:
-                check(index, gradient, bucket)
+            self._check_gradient(index, gradient, bucket)
         # Reentrant checkpoints run passes inside a pass: the outermost's end shows what is unused.
         if self.pass_number != current_pass() and not (
             self.may_be_unused and self.pass_number != IDLE
@@ -225,10 +294,11 @@ class CoreReducer(Extensible):
             )
         self.pass_number, self.pass_thread = current_pass(), threading.get_ident()
         self.broken_off = False
-        at_end = EndOfPass(self) if self.calls["on_break"] else self.end_pass
+        notices_errors = self.order is not None or self.packs_early
+        at_end = EndOfPass(self) if notices_errors else self.end_pass
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
-        for call in self.calls["on_begin"]:
-            call()
+        for on_begin in self.calls.on_begin:
+            on_begin()
 
     def is_in_pass(self) -> bool:
         """True if autograd is now executing the pass that has begun."""
@@ -267,8 +337,8 @@ class CoreReducer(Extensible):
     def _pack_and_launch(self, bucket: Bucket) -> None:
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
         own, sender = self.process_group or dist.group.WORLD, self.sender
-        for call in self.calls["on_launch"]:
-            call(bucket)
+        for on_launch in self.calls.on_launch:
+            on_launch(bucket)
         try:  # Extensions must end what they began in `on_launch`, even if the comm hook raises.
             with span(f"{bucket.label}: pack"):
                 if own is None or sender.prepared_for() is not own:
@@ -279,30 +349,29 @@ class CoreReducer(Extensible):
                 except RuntimeError:
                     # A flat buffer takes no sparse gradient. Only passes that fail pay for checks.
                     for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
-                        for check in self.calls["check_gradient"]:
-                            check(index, parameter.grad, bucket)
+                        self._check_gradient(index, parameter.grad, bucket)
                     raise
                 if gone:
                     self._error = self.taken_gradient(min(gone))
                 if sender.mean == 0:
                     bucket.contribute_zeros()
-            for call in self.calls["on_packed"]:
-                call(bucket)
+            for on_packed in self.calls.on_packed:
+                on_packed(bucket)
             with span(f"{bucket.label}: launch"):
                 bucket.launch(sender.hook_now, sender.state_now, sender.aside)
         finally:
-            for call in self.calls["on_launched"]:
-                call(bucket)
+            for on_launched in self.calls.on_launched:
+                on_launched(bucket)
 
     def _prepare(self) -> None:
         own = self.process_group or dist.group.WORLD
         if own is not None and self.sender.prepared_for() is own:
             return
-        for call in self.calls["on_agree"]:
-            call()
+        for on_wait in self.calls.on_wait:
+            on_wait(None)
         self.sender.prepare()
-        for call in self.calls["on_agreed"]:
-            call()
+        for on_waited in self.calls.on_waited:
+            on_waited(None)
 
     def await_hook(self) -> None:
         """Waits for the last bucket, if the comm hook allows only one in flight."""
@@ -338,7 +407,7 @@ class CoreReducer(Extensible):
             # A later pass may bring the others (a loss in parts); else the next forward raises.
             self.restore_grads()
             self.needs_each = True
-            self.layout_changed()
+            self._hook_parameters()
             return False
         return True
 
@@ -350,16 +419,19 @@ class CoreReducer(Extensible):
     def break_off(self, number: int) -> None:
         """Called when an exception has ended the pass, before `backward()` raises it."""
         self.broken_off |= self.pass_number == number
-        for call in self.calls["on_break"]:
-            call(number)
+        self.restore_grads()
+        if self.order is not None:
+            self.order.pass_failed(number)
 
     @torch.no_grad()
     def finish(self, takes_part: bool = True) -> RuntimeError | None:
         """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
         has_data, (error, self._error) = takes_part, (self._error, None)
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
-        for call in self.calls["on_all_launched"]:
-            error = call() or error
+        for on_all_launched in self.calls.on_all_launched:
+            on_all_launched()
+        for verdict in self.calls.verdict:
+            error = verdict() or error
         takes_part = has_data and error is None
         used = None if self.usage is None else self.usage.agree_used()
         for bucket in self.all_buckets:
@@ -367,8 +439,8 @@ class CoreReducer(Extensible):
             span_of = span if bucket.state is BucketState.LANDED else nullcontext
             with span_of(f"{bucket.label}: unpack"):
                 bucket.unpack(used if takes_part else ())
-            for call in self.calls["on_finished"]:
-                call(self.iteration, bucket, takes_part)
+            for on_unpacked in self.calls.on_unpacked:
+                on_unpacked(self.iteration, bucket, takes_part)
             if takes_part and self.step_bucket is not None:
                 self.step_bucket(bucket)
         self.next_bucket, self.iteration = 0, self.iteration + 1
@@ -378,26 +450,26 @@ class CoreReducer(Extensible):
         # Every rank reaches this. A forward pass may be one rank's own, as in an evaluation.
         if self.ready_order is None and not self.keeps_layout:
             self._agree_on_order()
-        for call in self.calls["on_average"]:
-            call(self.iteration, takes_part)
+        for on_average in self.calls.on_average:
+            on_average(self.iteration, takes_part)
         if has_data:
             # All are called, since each forgets what belongs to this average; the first counts.
-            verdicts = () if self.usage is None else (self.usage.misused,)
-            for call in (*verdicts, *self.calls["error"]):
-                found = call()
+            late = [] if self.usage is None else [self.usage.misused]
+            for verdict in (*late, *self.calls.late_verdict):
+                found = verdict()
                 error = found if error is None else error
         return error
 
     def _wait(self, bucket: Bucket) -> None:
         span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
-        for call in self.calls["on_wait"]:
-            call(bucket)
+        for on_wait in self.calls.on_wait:
+            on_wait(bucket)
         try:
             with span(f"{bucket.label}: wait"):
                 bucket.wait()
         finally:
-            for call in self.calls["on_waited"]:
-                call(bucket)
+            for on_waited in self.calls.on_waited:
+                on_waited(bucket)
 
     # For programs -------------------------------------------------------------------------------
 
@@ -423,8 +495,8 @@ class CoreReducer(Extensible):
             if parameter.grad is None:
                 without.append(self.names[index])
                 continue
-            for call in self.calls["on_gradient"]:
-                call(index)
+            for on_gradient in self.calls.on_gradient:
+                on_gradient(index)
             self.bucket_of[index].missing.discard(index)
         self.mark_unused(range(len(self.parameters)))
         if without and not self.may_be_unused:
@@ -460,8 +532,8 @@ class CoreReducer(Extensible):
         self.sender.set_weight(None)
         self.next_bucket, self._error = 0, None
         self.local.clear()
-        for call in self.calls["on_abort"]:
-            call()
+        for on_abort in self.calls.on_abort:
+            on_abort()
 
     def replace(self) -> None:
         """Removes this Reducer, since a later one averages its parameters."""
@@ -472,8 +544,8 @@ class CoreReducer(Extensible):
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
         if self.hooks:
             self.hooks.remove(self)
-        for call in self.calls["remove"]:
-            call()
+        for remove in self.calls.remove:
+            remove()
 
     def check_current(self) -> None:
         """Raises a RuntimeError if a later Reducer has replaced this one."""
@@ -490,6 +562,23 @@ class CoreReducer(Extensible):
             f"before it was averaged: a hook of the program has set .grad to None. Step, and clear "
             f"gradients, when backward() has returned"
         )
+
+    def _check_gradient(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None:
+        """Raises a RuntimeError if the bucket cannot hold this gradient."""
+        name = self.names[index]
+        if gradient is None:
+            return
+        if gradient.is_sparse and not bucket.is_sparse:
+            raise RuntimeError(
+                f"the gradient of parameter {name} is sparse on rank {self.rank}, but its module "
+                f"does not declare it: only the weights of Embedding and EmbeddingBag with "
+                f"sparse=True are gathered, others lie in flat buckets"
+            )
+        if gradient.requires_grad and bucket.keeps_no_graph:
+            raise RuntimeError(
+                f"backward(create_graph=True) on rank {self.rank}: the gradient of parameter "
+                f"{name} cannot keep its graph, since it is {bucket.keeps_no_graph}"
+            )
 
     def _second_gradient(self, index: int) -> RuntimeError:
         return RuntimeError(

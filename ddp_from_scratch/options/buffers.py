@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import of_member, on_gpu_of, wait
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.extension import Check
 from ddp_from_scratch.sync.broadcast import (
     Packing,
     buffer_difference,
@@ -29,7 +29,7 @@ _HEADER = 16  # bytes; the first is the flag, and the others align what follows
 _COMPARE_EVERY = 100
 
 
-class BufferSync(Extension):
+class BufferSync(Check):
     """Broadcasts one rank's buffers at the end of each synchronised backward pass.
 
     Sent after the last launch, written after every bucket has landed. Inside `join()` a rank with
@@ -71,7 +71,7 @@ class BufferSync(Extension):
 
     # At the end of a backward pass --------------------------------------------------------------
 
-    def on_all_launched(self) -> RuntimeError | None:
+    def verdict(self) -> RuntimeError | None:
         # Not before forward as in torch's DDP, because one rank may run forward alone (an
         # evaluation). Training sees the same buffers either way.
         self._error = None
@@ -87,7 +87,7 @@ class BufferSync(Extension):
             self._error = self._launch(0)
             self._finish()
 
-    def error(self) -> RuntimeError | None:
+    def late_verdict(self) -> RuntimeError | None:
         error, self._error = self._error, None
         return error
 

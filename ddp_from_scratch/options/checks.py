@@ -17,8 +17,8 @@ from torch.nn.utils import stateless
 from ddp_from_scratch.common.errors import AGAIN, shortened
 from ddp_from_scratch.common.group import on_gpu_of
 from ddp_from_scratch.common.memory import OVERLAPS, overlaps, unsupported
-from ddp_from_scratch.core.bucket import Bucket, BucketState
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.bucket import BucketState
+from ddp_from_scratch.core.extension import Check, Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
 from ddp_from_scratch.options.launch_order import look_for_layers
@@ -171,23 +171,8 @@ class Checks(Extension):
                     f"on every rank, unless the Reducer has find_unused_parameters=True"
                 )
 
-    def check_gradient(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None:
-        reducer: CoreReducer = self._of()
-        name, rank = reducer.names[index], reducer.rank
-        if gradient is not None and gradient.is_sparse and not bucket.is_sparse:
-            raise RuntimeError(
-                f"the gradient of parameter {name} is sparse on rank {rank}, but its module does "
-                f"not declare it: only the weights of Embedding and EmbeddingBag with "
-                f"sparse=True are gathered, others lie in flat buckets"
-            )
-        if gradient is not None and gradient.requires_grad and bucket.keeps_no_graph:
-            raise RuntimeError(
-                f"backward(create_graph=True) on rank {rank}: the gradient of parameter {name} "
-                f"cannot keep its graph, since it is {bucket.keeps_no_graph}"
-            )
 
-
-class _FirstAverage(Extension):
+class _FirstAverage(Check):
     """Compares the ranks' parameters in the first average; a program may not have sent them.
 
     Adds a `DriftCheck` if a forward pass on any rank has written to parameters before. Does nothing
@@ -197,7 +182,7 @@ class _FirstAverage(Extension):
     def __init__(self, checks: Checks) -> None:
         self._checks = checks
 
-    def on_all_launched(self) -> RuntimeError | None:
+    def verdict(self) -> RuntimeError | None:
         reducer: CoreReducer = self._of()
         if reducer.iteration > self._checks.began:
             # The first average may be repeated (`abort_step`), so this stays until the second.
@@ -216,7 +201,7 @@ class _FirstAverage(Extension):
             reducer.add_extension(drift)
         else:
             drift.attach(reducer)
-        return drift.on_all_launched()
+        return drift.verdict()
 
 
 def _in_distributed_autograd() -> bool:

@@ -4,12 +4,12 @@ import torch
 
 from ddp_from_scratch.common.group import on_gpu_of
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.extension import Check
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.sync.check_sync import gather_integers
 
 
-class FiniteCheck(Extension):
+class FiniteCheck(Check):
     """Finds gradients that are not finite in the packed buckets, on the rank that has them.
 
     A packed bucket costs one sum, which is not finite if an element is not. On a GPU the host waits
@@ -36,7 +36,7 @@ class FiniteCheck(Extension):
                 self._parameters += 1
                 self._first = self._first or (index, nan, inf)
 
-    def on_all_launched(self) -> RuntimeError | None:
+    def verdict(self) -> RuntimeError | None:
         reducer: CoreReducer = self._of()
         mine = [self._parameters, *(self._first or (0, 0, 0))]
         self.on_abort()

@@ -112,7 +112,7 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
         if each.extension(OneOrder) is None:
             each.add_extension(OneOrder())
         if not new.isdisjoint(map(id, each.parameters)):
-            each.layout_changed()
+            each.set_shared(shared_parameters(each))
 
 
 def remove(reducer: CoreReducer) -> None:
@@ -125,11 +125,11 @@ def living() -> list[CoreReducer]:
     return [*_made.values()][::-1]
 
 
-def shared_parameters(reducer: CoreReducer) -> set[int]:
+def shared_parameters(reducer: CoreReducer) -> frozenset[int]:
     """Returns the indices of the parameters that another Reducer averages, too."""
     others = [map(id, other.parameters) for other in living() if other is not reducer]
     ids = set(chain.from_iterable(others))
-    return {index for index, p in enumerate(reducer.parameters) if id(p) in ids} if ids else set()
+    return frozenset(i for i, parameter in enumerate(reducer.parameters) if id(parameter) in ids)
 
 
 class OneOrder(LaunchOrder):
@@ -142,7 +142,7 @@ class OneOrder(LaunchOrder):
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
-        # Until now nothing has noticed exceptions for this Reducer (`on_break`).
+        # Until now nothing has noticed exceptions for this Reducer (`EndOfPass`).
         reducer.broken_off = reducer.pass_number != IDLE and not reducer.is_in_pass()
         # A pass, and the Reducers that launch before this one in it, with their iterations.
         self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
@@ -203,11 +203,10 @@ class OneOrder(LaunchOrder):
     def pass_ended(self) -> None:
         self._ahead = (IDLE, {})
 
-    def on_break(self, number: int) -> None:
+    def pass_failed(self, number: int) -> None:
         self._ahead = (IDLE, {})
         for other in living():
             if _is_running(other) and other.pass_number == number:
-                other.restore_grads()
                 other.break_off(number)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.comm_hooks import average
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.extension import Check, Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.sync.check_sync import DriftCheck
 
@@ -111,7 +111,7 @@ class LocalSteps(Extension):
         warnings.warn(text, stacklevel=5)  # where the program calls step()
 
 
-class StepsInHooks(Extension):
+class StepsInHooks(Check):
     """Raises if the program's hooks step parameters, or take gradients, during backward.
 
     Such a hook may run after ours, which has sent the gradient already. torch does not count writes
@@ -128,7 +128,7 @@ class StepsInHooks(Extension):
         looks = reducer.iteration % _EVERY == 1 and reducer.sender.hook is average
         self._before = [*map(_version, reducer.parameters)] if looks else None
 
-    def on_all_launched(self) -> RuntimeError | None:
+    def verdict(self) -> RuntimeError | None:
         reducer: CoreReducer = self._of()
         before, self._before = self._before, None
         if before is None:

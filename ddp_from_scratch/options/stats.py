@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.core.reducer import CoreReducer
-from ddp_from_scratch.options.bucket_hooks import BucketHooks
 from ddp_from_scratch.options.unused import Unused
 from ddp_from_scratch.options.views import Views
 
@@ -32,7 +31,7 @@ class ReducerStats:
 
     @staticmethod
     def of(reducer: CoreReducer, backend: str) -> "ReducerStats":
-        unused, hooks = reducer.extension(Unused), reducer.extension(BucketHooks)
+        unused, hooks = reducer.extension(Unused), reducer.hooks
         sender = reducer.sender
         # A user's comm hook sends through the group that it names, usually the Reducer's.
         sends = sender.sends() if sender.through_group() else reducer.process_group
@@ -53,7 +52,7 @@ class ReducerStats:
             static_graph=unused is not None and unused.is_static,
             comm_hook=getattr(sender.hook, "__qualname__", str(sender.hook)),
             reduce="sum" if sender.sums else "mean",
-            hook_per_bucket=hooks is not None and hooks.on,
+            hook_per_bucket=hooks is not None and hooks.per_bucket,
             transport="shared memory" if shared else backend,
         )
 

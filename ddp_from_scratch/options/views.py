@@ -10,7 +10,6 @@ import torch
 from ddp_from_scratch.common.memory import same_memory
 from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.extension import Extension
-from ddp_from_scratch.options.launch_order import shared_parameters
 
 
 class ViewBucket(Bucket):
@@ -29,9 +28,8 @@ class ViewBucket(Bucket):
         self._lent = self.windows_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
         self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
-        # Members that another Reducer averages, too. Until the average is there, their `.grad` is
-        # not in the buffer: the other one packs it later, and must not find what is in flight.
-        self.shared: set[int] = set()
+        # The `.grad` of a shared member is not in the buffer until the average is there: the other
+        # Reducer packs it later, and must not find what is in flight.
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
         self._packed, self._scale = set[int](), 1.0
 
@@ -165,14 +163,6 @@ class Views(Extension):
     def attach(self, reducer: Any) -> None:
         super().attach(reducer)
         reducer.lay_out(kind=ViewBucket)
-
-    def on_layout(self) -> None:
-        shared = shared_parameters(self._of())
-        for bucket in self._of().flat_buckets:
-            bucket.shared = shared.intersection(bucket.members)
-
-    def on_break(self, number: int) -> None:
-        self._of().restore_grads()
 
 
 def _multiply(tensor: torch.Tensor, factor: float) -> None:

@@ -20,7 +20,7 @@ from ddp_from_scratch.common.group import (
     takes_cpu_tensors,
     wait,
 )
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.extension import Check
 from ddp_from_scratch.sync.checksums import checksums, dense_parts, kind_of
 
 # N: a check in every Nth average, if forward passes write to parameters.
@@ -83,7 +83,7 @@ def check_sync(
         return _compare(held, process_group, "")
 
 
-class DriftCheck(Extension):
+class DriftCheck(Check):
     """Runs `check_sync` in every Nth average of a Reducer, on the result of the last step.
 
     With `advice`, which ends the error, the next average is checked, too.
@@ -118,7 +118,7 @@ class DriftCheck(Extension):
     def on_set_step(self) -> None:
         self._optimizers.clear()  # on ranks that join, no optimizer has stepped yet
 
-    def on_all_launched(self) -> RuntimeError | None:
+    def verdict(self) -> RuntimeError | None:
         # Every rank takes part in an average, but one rank may run forward or step alone. And no
         # parameter has changed yet, as it may later during an average (`backward_and_step`).
         reducer, is_due, self._is_due = self._of(), self.is_due, False

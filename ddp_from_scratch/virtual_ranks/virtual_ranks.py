@@ -180,7 +180,7 @@ class VirtualRanks(Extension):
             if self._dealt is None:
                 self._forget()
             kept = {index for _, each in self.reduction.sums.in_order() for index in each}
-            for parameter, call in product(kept, reducer.calls["on_gradient"]):
+            for parameter, call in product(kept, reducer.calls.on_gradient):
                 call(parameter)  # forgotten when the step was dropped
         if self._ahead[:1] != [index]:
             how, due = "twice" if index not in self._ahead else "out of order", self._ahead[0]

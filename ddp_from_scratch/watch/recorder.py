@@ -25,7 +25,7 @@ import torch
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.extension import Tracer
 from ddp_from_scratch.options.unused import find_tensors
 
 Mark = Any  # what `Marks.take` returns: a time of the host, or an event of a GPU
@@ -76,7 +76,7 @@ class StepMarks:
     launched: bool = False  # True once all buckets are
 
 
-class Recorder(Extension):
+class Recorder(Tracer):
     """Takes a mark at each event of a step. Subclasses decide where a step ends, and read it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -122,18 +122,12 @@ class Recorder(Extension):
             self._in_backward |= self.step.events[-1][0] in ("begin", "over", "step", "stepped")
             self.step.events.append(("launch", None))
 
-    def on_agree(self) -> None:
-        self.note("wait")
-
-    def on_agreed(self) -> None:
-        self.note("waited")
-
-    def on_wait(self, bucket: Bucket) -> None:
+    def on_wait(self, bucket: Bucket | None) -> None:
         # Only waits during backward, as with PowerSGD; later ones are part of the final wait.
         if self.step is not None and not self.step.launched:
             self.note("wait")
 
-    def on_waited(self, bucket: Bucket) -> None:
+    def on_waited(self, bucket: Bucket | None) -> None:
         if self.step is not None and not self.step.launched:
             self.note("waited")
 

@@ -92,7 +92,7 @@ class StallWatch(Extension):
         self._end()
         self._start(reducer.rank, dist.get_world_size(reducer.process_group))
 
-    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
+    def on_unpacked(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         # The host runs ahead of a GPU, so the GPU itself writes to host memory where it is. A query
         # of an event in one thread would invalidate a graph capture in another.
         device = bucket.parameters()[0].device

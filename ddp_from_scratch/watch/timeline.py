@@ -105,20 +105,23 @@ class Timeline(Recorder):
             # No reference to this object, since the group's thread may keep the callback.
             bucket.when_landed(lambda: moments.update(landed=take()))
 
-    def on_wait(self, bucket: Bucket) -> None:
+    def on_wait(self, bucket: Bucket | None) -> None:
         super().on_wait(bucket)
+        if bucket is None:
+            return
         # A hook with one bucket in flight at a time makes two calls, of which the first counts.
         if self.step is not None and "wait" not in self.step.buckets.get(bucket.index(), {}):
             self._mark(bucket, "wait")
 
-    def on_waited(self, bucket: Bucket) -> None:
-        self._mark(bucket, "unpack")
-        if self.step is not None:
+    def on_waited(self, bucket: Bucket | None) -> None:
+        if bucket is not None:
+            self._mark(bucket, "unpack")
+        if bucket is not None and self.step is not None:
             moments = self.step.buckets[bucket.index()]
             moments.setdefault("waited", moments["unpack"])
         super().on_waited(bucket)
 
-    def on_finished(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
+    def on_unpacked(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
         self._mark(bucket, "unpacked")
 
     def on_average(self, iteration: int, takes_part: bool) -> None:

@@ -5,7 +5,7 @@ from ddp_from_scratch.core.extension import Extension
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, own
 
-PHASES = {"on_forward", "on_gradient", "on_launch", "on_all_launched", "on_finished", "on_average"}
+PHASES = {"on_forward", "on_gradient", "on_launch", "on_packed", "on_unpacked", "on_average"}
 
 
 class Notes(Extension):
@@ -34,10 +34,8 @@ def test_each_phase_is_called_in_its_place_until_the_extension_is_removed(world)
     model.p0.register_hook(lambda _: in_pass.append(reducer.is_in_pass()))  # p1's is ready before
     step(model, world)
     assert (in_pass, reducer.is_in_pass()) == ([True], False)
-    ready = ["on_gradient", "on_launch"] * 2
-    assert called == [
-        *("on_forward", *ready, "on_all_launched", "on_finished", "on_finished", "on_average")
-    ]
+    ready = ["on_gradient", "on_launch", "on_packed"] * 2
+    assert called == ["on_forward", *ready, "on_unpacked", "on_unpacked", "on_average"]
     called.clear()
     (notes,) = [e for e in reducer.extensions if isinstance(e, Notes)]
     reducer.remove_extension(notes)
