@@ -163,5 +163,7 @@ def test_the_package_is_as_short_as_it_was():
 
 @on("gloo-2")
 def test_a_step_takes_as_few_calls_as_it_did(world):
-    first, later = trace()
-    assert (first.total() <= 130, later.total() <= 32) == (True, True), f"{first}\n{later}"
+    """Four layers in four buckets. The backend's calls have a budget in its own room."""
+    for called, most in zip(trace(), (230, 67, 232), strict=True):
+        above = {place: n for place, n in called.items() if not place[0].startswith("backend/")}
+        assert sum(above.values()) <= most, above

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 
@@ -95,30 +95,45 @@ class Check(Extension):
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+Void: TypeAlias = list[Callable[[], None]]
+OfBucket: TypeAlias = list[Callable[[Bucket], None]]
+OfOptimizer: TypeAlias = list[Callable[[torch.optim.Optimizer], None]]
+Verdicts: TypeAlias = list[Callable[[], RuntimeError | None]]
+
 
 class Calls:
     """The methods that extensions override, by the method: a list of bound ones for each."""
 
     def __init__(self, extensions: Sequence[Extension] = ()) -> None:
-        self.on_forward = overriding(Extension.on_forward, extensions)
-        self.on_forwarded = overriding(Extension.on_forwarded, extensions)
-        self.on_gradient = overriding(Extension.on_gradient, extensions)
-        self.on_launch = overriding(Extension.on_launch, extensions)
-        self.on_packed = overriding(Extension.on_packed, extensions)
-        self.on_unpacked = overriding(Extension.on_unpacked, extensions)
-        self.on_average = overriding(Extension.on_average, extensions)
-        self.on_step = overriding(Extension.on_step, extensions)
-        self.on_stepped = overriding(Extension.on_stepped, extensions)
-        self.on_set_step = overriding(Extension.on_set_step, extensions)
-        self.on_abort = overriding(Extension.on_abort, extensions)
-        self.remove = overriding(Extension.remove, extensions)
-        self.on_launched = overriding(Tracer.on_launched, extensions)
-        self.on_all_launched = overriding(Tracer.on_all_launched, extensions)
-        self.on_wait = overriding(Tracer.on_wait, extensions)
-        self.on_waited = overriding(Tracer.on_waited, extensions)
-        self.on_begin = overriding(Check.on_begin, extensions)
-        self.verdict = overriding(Check.verdict, extensions)
-        self.late_verdict = overriding(Check.late_verdict, extensions)
+        self.on_forward: Void = overriding(Extension.on_forward, extensions)
+        self.on_forwarded: list[Callable[[object], None]] = overriding(
+            Extension.on_forwarded, extensions
+        )
+        self.on_gradient: list[Callable[[int], None]] = overriding(
+            Extension.on_gradient, extensions
+        )
+        self.on_launch: OfBucket = overriding(Extension.on_launch, extensions)
+        self.on_packed: OfBucket = overriding(Extension.on_packed, extensions)
+        self.on_unpacked: list[Callable[[int, Bucket, bool], None]] = overriding(
+            Extension.on_unpacked, extensions
+        )
+        self.on_average: list[Callable[[int, bool], None]] = overriding(
+            Extension.on_average, extensions
+        )
+        self.on_step: OfOptimizer = overriding(Extension.on_step, extensions)
+        self.on_stepped: OfOptimizer = overriding(Extension.on_stepped, extensions)
+        self.on_set_step: Void = overriding(Extension.on_set_step, extensions)
+        self.on_abort: Void = overriding(Extension.on_abort, extensions)
+        self.remove: Void = overriding(Extension.remove, extensions)
+        self.on_launched: OfBucket = overriding(Tracer.on_launched, extensions)
+        self.on_all_launched: Void = overriding(Tracer.on_all_launched, extensions)
+        self.on_wait: list[Callable[[Bucket | None], None]] = overriding(Tracer.on_wait, extensions)
+        self.on_waited: list[Callable[[Bucket | None], None]] = overriding(
+            Tracer.on_waited, extensions
+        )
+        self.on_begin: Void = overriding(Check.on_begin, extensions)
+        self.verdict: Verdicts = overriding(Check.verdict, extensions)
+        self.late_verdict: Verdicts = overriding(Check.late_verdict, extensions)
 
 
 def overriding(
