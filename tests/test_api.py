@@ -133,6 +133,11 @@ def test_imports_point_down_and_never_outside():
     assert {path.stem.split("_")[0] for path in of_mpi if room_of(path) == "backend"} == {"mpi"}
 
 
+def test_code_above_the_backend_asks_a_group_for_its_traits_and_not_for_its_class():
+    named = [path for path in MODULES if "SharedMemoryGroup" in path.read_text()]
+    assert {room_of(path) for path in named} == {"backend", "node"}
+
+
 def test_the_layers_in_the_guide_have_every_room_above_what_it_imports():
     layers = (PACKAGE.parent / "docs/how-it-works.md").read_text().partition("## Layers")[2]
     lines = re.findall(r"^    ([a-z_, ]+?)  ", layers.partition("\n## ")[0], re.MULTILINE)

@@ -11,6 +11,8 @@ An all-reduce goes through these files from top to bottom:
     shared_memory.py  maps the memory and its semaphores
     transport.py      sends messages over torch's store and gloo
 
+`traits.py` tells the code above what a group can do.
+
 `calls.py` and `call_watch.py` find ranks that are in different collectives of gloo. `mpi_group.py`
 sends the messages over MPI, and imports it; `mpi_start.py` starts it.
 `ddp_from_scratch.node` and `ddp_from_scratch.mpi` register the backends.

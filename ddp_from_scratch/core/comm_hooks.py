@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import caller
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group, of_member
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
@@ -53,8 +53,7 @@ def _reduction(process_group: Group) -> Any:
     group = process_group or dist.group.WORLD
     # AVG where it has the bits of a division before the sum. Not NCCL's, since NVSwitches (NVLS)
     # compute sums of floats but no averages.
-    divides = isinstance(group, SharedMemoryGroup) and group.divides_first
-    return dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
+    return dist.ReduceOp.AVG if traits(group).divides_first else dist.ReduceOp.SUM
 
 
 def is_ours(hook: CommHook) -> bool:

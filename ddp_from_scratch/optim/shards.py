@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import caller
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common.group import (
     all_gather_single,
     exchange,
@@ -278,8 +278,8 @@ class NodeShards(Shards):
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
         super().__init__(name, reducer, rule, overlap)
         reducer.check_free(name)
-        group = self._group
-        if not isinstance(group, SharedMemoryGroup):
+        group = traits(self._group).native
+        if group is None:
             raise ValueError(
                 f"{name} needs ranks that share memory: a process group of the mpi backend, or of "
                 f"gloo with several ranks on a machine and a Reducer with shared_memory=True"
@@ -334,7 +334,7 @@ class WorldShards(Shards):
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
         super().__init__(name, reducer, rule, overlap)
         self._rank, self._size = self._group.rank(), self._group.size()
-        self._shares_memory = isinstance(self._group, SharedMemoryGroup)
+        self._is_native = traits(self._group).native is not None
         # By bucket: its parameters, and where the part of each rank begins in its gradients.
         self._flats: dict[Bucket, torch.Tensor] = {}
         self._bounds: dict[Bucket, list[int]] = {}
@@ -347,7 +347,7 @@ class WorldShards(Shards):
         self._stepped: list[Sequence[Stretch]] = []
         self._to_compare: tuple[str, torch.Tensor] | None = None
         # On gloo, whose collectives of this kind send too much, or not while they receive.
-        self._by_messages = reducer.device.type == "cpu" and not self._shares_memory
+        self._by_messages = reducer.device.type == "cpu" and not self._is_native
         self._waits = self._make_waits() if overlap else None
 
     def _make_waits(self) -> ForwardWaits:
@@ -369,7 +369,7 @@ class WorldShards(Shards):
         like = bucket.flat
         line = CACHE_LINE // like.itemsize
         numel = sum(-(-parameter.numel() // line) * line for parameter in bucket.parameters())
-        memory = self._group if self._shares_memory else None
+        memory = self._group if self._is_native else None
         flat = zeros(self._share(numel) * self._size, like.dtype, like.device, memory)
         self._flats[bucket], begin = flat, 0
 
@@ -452,7 +452,7 @@ class WorldShards(Shards):
             flat = self._flats[bucket]
             if bucket is not self._carrier:
                 self._arriving[bucket] = partial(wait_all, self._gather(flat))
-            elif self._shares_memory:
+            elif self._is_native:
                 self._arriving[bucket] = partial(wait_all, self._gather(flat, f" for a {text}"))
             else:
                 self._arriving[bucket] = self._gather_and_compare(flat, text)

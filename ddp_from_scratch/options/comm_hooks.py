@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import caller
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.core.bucket import Bucket, Future
 from ddp_from_scratch.core.comm_hooks import Group, all_reduce, average
 
@@ -62,11 +62,11 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Fut
     if buffer.element_size() <= dtype.itemsize:  # 16-bit gradients would not get smaller
         return all_reduce(bucket, bucket.buffer(), process_group)
     group = process_group or dist.group.WORLD
-    if isinstance(group, SharedMemoryGroup):
+    if (native := traits(group).native) is not None:
         # Within a machine nothing is sent, so nothing is rounded.
         caller.suffix = f" for {bucket.name}"
         try:
-            return group.allreduce([buffer], crossing=dtype).get_future()
+            return native.allreduce([buffer], crossing=dtype).get_future()
         finally:
             caller.suffix = ""
     compressed = bucket.scratch(buffer.shape, dtype)

@@ -13,7 +13,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.policies import LaunchOrder
 from ddp_from_scratch.core.reducer import IDLE, CoreReducer
@@ -57,7 +57,7 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 def next_name(memory_of: dist.ProcessGroup | None) -> str:
     """Returns the name of a new Reducer, the same on all ranks."""
     # Counts only Reducers with shared memory. One rank may make other Reducers alone.
-    if not isinstance(memory_of, SharedMemoryGroup):
+    if memory_of is None or traits(memory_of).native is None:
         return "a Reducer"
     return f"Reducer {_numbers.get(memory_of, 0) + 1}"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group, of_member
 from ddp_from_scratch.common.memory import split_like
@@ -149,11 +149,12 @@ def power_sgd_hook(
         state.iteration += bucket.is_last()
         return allreduce_hook(group, bucket)
     left = state.add_errors(bucket)
-    if isinstance(group, SharedMemoryGroup) and group.shares_memory:
-        if group.machines == 1:
+    known = traits(group)
+    if known.native is not None and known.shares_memory:
+        if known.machines == 1:
             return _average_in_full(state, bucket, group, left)
         # Awaited here and not in `finish`, so that P is sent while backward runs.
-        group.average_on_machine(bucket.buffer()).wait()
+        known.native.average_on_machine(bucket.buffer()).wait()
     return _average_in_low_rank(state, bucket, group)
 
 

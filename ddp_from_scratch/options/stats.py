@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.unused import Unused
 from ddp_from_scratch.options.views import Views
@@ -35,8 +35,7 @@ class ReducerStats:
         sender = reducer.sender
         # A user's comm hook sends through the group that it names, usually the Reducer's.
         sends = sender.sends() if sender.through_group() else reducer.process_group
-        sends = sends or dist.group.WORLD
-        shared = isinstance(sends, SharedMemoryGroup) and sends.shares_memory
+        shared = traits(sends or dist.group.WORLD).shares_memory
         return ReducerStats(
             bucket_bytes=tuple(
                 sum(p.nbytes for p in bucket.parameters()) for bucket in reducer.all_buckets

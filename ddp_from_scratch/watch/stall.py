@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket
@@ -127,8 +127,8 @@ class StallWatch(Extension):
             try:
                 # The ranks meet in the store, since the group's collectives are stuck.
                 group = dist.distributed_c10d._get_default_group()
-                if isinstance(group, SharedMemoryGroup):
-                    group.install_store()
+                if (native := traits(group).native) is not None:
+                    native.install_store()
                 store = dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
                 if now != published:
                     store.set(str(self._rank), json.dumps([now.step, now.text]))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import SGD, Reducer
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
+from ddp_from_scratch.backend.traits import GroupTraits, traits
 from ddp_from_scratch.node import shared_memory_group
 from tests.support.machines import group_over
 from tests.support.on_ranks import on
@@ -30,6 +31,17 @@ def test_it_is_opened_once_and_closed_with_its_gloo_group(world):
     del group, ours
     gc.collect()
     assert gone() is None
+
+
+@on("gloo-3")
+def test_every_group_answers_what_it_can_do(world):
+    gloo, two = dist.group.WORLD, dist.new_group([0, 1])
+    beside = shared_memory_group(gloo)
+    assert traits(gloo) == traits(None) == GroupTraits(False, False, None, None)
+    assert traits(beside) == GroupTraits(False, True, 1, beside)  # 1/3 is not exact
+    if world.rank < 2:
+        beside = shared_memory_group(two)
+        assert traits(beside) == GroupTraits(True, True, 1, beside)
 
 
 @on("gloo-2")
