@@ -14,14 +14,14 @@ another hook calls such a hook, `bucket.op` is None, and it divides itself.
 
 A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
 may then be in flight. A second collective, as PowerSGD's, might come before the next bucket's on
-one rank and after it on another.
+one rank and after it on another. This package's hooks declare both with `@comm_hook(...)`.
 """
 
 import weakref
 from collections.abc import Callable
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,8 +33,27 @@ from ddp_from_scratch.common.group import check_group, of_member
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 
 Group = dist.ProcessGroup | None
+Hook = TypeVar("Hook", bound=Callable[..., Future])
 
 
+def comm_hook(
+    *, one_collective: bool = False, takes_divided: bool = False
+) -> Callable[[Hook], Hook]:
+    """Declares a hook of this package, which keeps what it remembers by parameter, not by bucket.
+
+    Its state is a process group, or has one; a Reducer may put another of the same ranks there.
+    """
+
+    def declare(hook: Hook) -> Hook:
+        vars(hook).update(ours=True, one_collective=one_collective, takes_divided=takes_divided)
+        return hook
+
+    return declare
+
+
+# `functools.wraps` copies what is declared here, and a wrapper may start a second collective. So
+# `set_hook` recognises `average` itself.
+@comm_hook()
 def average(process_group: Group, bucket: Bucket) -> Future:
     """All-reduces the bucket to its average (or sum), with the bits of torch's DDP. The default."""
     op = divide(process_group, bucket) if bucket.op is None else bucket.op
@@ -57,8 +76,8 @@ def _reduction(process_group: Group) -> Any:
 
 
 def is_ours(hook: CommHook) -> bool:
-    """True for a hook of this package, which remembers parameters and not buckets."""
-    return getattr(hook, "__module__", "").startswith("ddp_from_scratch.")
+    """True for a hook that `comm_hook` declares."""
+    return getattr(hook, "ours", False) is True
 
 
 def all_reduce(

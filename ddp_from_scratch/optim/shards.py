@@ -36,7 +36,7 @@ from ddp_from_scratch.common.group import (
 )
 from ddp_from_scratch.common.memory import as_real, grad_dtype, in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
-from ddp_from_scratch.core.comm_hooks import OnGPU, average
+from ddp_from_scratch.core.comm_hooks import OnGPU, average, comm_hook
 from ddp_from_scratch.optim.flat_params import (
     FlatParams,
     Stretch,
@@ -407,6 +407,7 @@ class WorldShards(Shards):
     def _make_hook(self, tree: Any) -> CommHook:
         """Returns a comm hook that averages only this rank's part of each bucket."""
 
+        @comm_hook(one_collective=True, takes_divided=tree is None)
         def reduce_scatter(state: Any, bucket: Bucket) -> Future:
             group, buffer, bounds = self._group, bucket.flat, self._bounds[bucket]
             if not buffer.numel():
@@ -437,7 +438,6 @@ class WorldShards(Shards):
 
             return Later(finish)
 
-        vars(reduce_scatter).update(one_collective=True, takes_divided=tree is None)
         return reduce_scatter
 
     def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
@@ -557,14 +557,12 @@ class WorldShards(Shards):
         return sums.sum()
 
 
+@comm_hook(one_collective=True)
 def _keep_local(state: Any, bucket: Bucket) -> Future:
     """A comm hook that sends nothing, so the bucket keeps this rank's gradients."""
     future: Future = torch.futures.Future()
     future.set_result(bucket.flat)
     return future
-
-
-_keep_local.one_collective = True  # type: ignore[attr-defined]
 
 
 def _memory_of(tensor: torch.Tensor) -> int | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.core.bucket import Bucket, Future
-from ddp_from_scratch.core.comm_hooks import Group, all_reduce, average
+from ddp_from_scratch.core.comm_hooks import Group, all_reduce, average, comm_hook
 
 __all__ = ["allreduce_hook", "average", "bf16_compress_hook", "fp16_compress_hook"]
 
@@ -33,11 +33,13 @@ class Later(Future):
         return Later(lambda: callback(self))
 
 
+@comm_hook(one_collective=True)
 def allreduce_hook(process_group: Group, bucket: Bucket) -> Future:
     """As `average`, but the future's value is a tensor, as hooks that wrap this one expect."""
     return average(process_group, bucket).then(lambda future: future.value()[0])
 
 
+@comm_hook(one_collective=True, takes_divided=True)
 def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
     """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
 
@@ -50,6 +52,7 @@ def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
     return _compressed(torch.float16, process_group, bucket)
 
 
+@comm_hook(one_collective=True, takes_divided=True)
 def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
     """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range."""
     return _compressed(torch.bfloat16, process_group, bucket)
@@ -72,9 +75,3 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Fut
     compressed = bucket.scratch(buffer.shape, dtype)
     compressed.copy_(buffer)
     return all_reduce(bucket, compressed, process_group)
-
-
-for _hook in (allreduce_hook, fp16_compress_hook, bf16_compress_hook):
-    vars(_hook)["one_collective"] = True
-for _hook in (fp16_compress_hook, bf16_compress_hook):
-    vars(_hook)["takes_divided"] = True

@@ -18,6 +18,7 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group, of_member
 from ddp_from_scratch.common.memory import split_like
 from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.core.comm_hooks import comm_hook
 from ddp_from_scratch.options.comm_hooks import Later, allreduce_hook
 
 
@@ -126,6 +127,7 @@ class PowerSGDState:
             self._qs = {}
 
 
+@comm_hook()
 def power_sgd_hook(
     state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup | None = None
 ) -> Future:

@@ -36,6 +36,7 @@ from ddp_from_scratch.common.group import (
 )
 from ddp_from_scratch.common.memory import as_real
 from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.core.comm_hooks import comm_hook
 from ddp_from_scratch.options.comm_hooks import Later
 
 
@@ -159,6 +160,9 @@ class TreeReduction:
         if before == (tensor.element_size() == 2):
             tensor.mul_(1 / self._virtual_ranks)
 
+    # The hook starts a second collective in `wait`. Still all ranks issue the same order: buckets
+    # are launched by index, and waited for by index after the last launch.
+    @comm_hook(one_collective=True)
     def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
         # Not `check_group`, because torch does not list the group that a Reducer opens beside gloo.
@@ -217,10 +221,6 @@ class TreeReduction:
             return bucket.flat
 
         return Later(finish)
-
-    # The hook starts a second collective in `wait`. Still all ranks issue the same order: buckets
-    # are launched by index, and waited for by index after the last launch.
-    average.one_collective = True  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _fold(self, blocks: Sequence[Block], rows: Sequence[torch.Tensor]) -> torch.Tensor:

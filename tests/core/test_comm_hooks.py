@@ -113,6 +113,25 @@ def test_a_hook_has_one_bucket_under_way_unless_it_declares_one_collective(world
         assert_grads(model, mean(world))
 
 
+@pytest.mark.parametrize("declared", [False, True])
+@on("gloo-2")
+def test_a_hook_divides_unless_it_declares_that_it_takes_divided_gradients(world, declared):
+    model = Terms(1)
+    reducer = Reducer(model)
+    told = []
+
+    def hook(state, bucket):
+        told.extend(bucket.buffer().tolist())
+        bucket.buffer().mul_(1 if declared else 1 / world.world_size)
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    hook.takes_divided = declared
+    reducer.register_comm_hook(None, hook)
+    model(own(world)).backward()
+    assert told == [own(world) / (world.world_size if declared else 1)]
+    assert_grads(model, mean(world))
+
+
 @on("gloo-2")
 def test_a_pass_ends_when_all_of_a_hooks_collectives_are_on_their_way(world):
     """A hook's second collective comes before whatever the program sends after the pass."""
