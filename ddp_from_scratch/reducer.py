@@ -220,6 +220,8 @@ class Reducer(CoreReducer):
             bucket_caps=caps,
             overlap=overlap,
             ready_order=ready_order,
+            # Ranks may be lost, and partial sums have memory of their own.
+            drops_at_once=virtual_ranks is not None,
             extensions=options(),
         )
         launch_order.look_for_layers(self)
@@ -428,6 +430,7 @@ class Reducer(CoreReducer):
         """
         kept = self._with_virtual_ranks().set_step(step, seed, keep)
         self.iteration, self.pass_number = step, IDLE
+        self.rank = dist.get_rank(self.process_group)  # ranks may have been lost
         for on_set_step in self.calls.on_set_step:
             on_set_step()
         return kept

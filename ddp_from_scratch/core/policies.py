@@ -12,6 +12,16 @@ from ddp_from_scratch.core.extension import Extension
 class Usage(Extension):
     """Decides which parameters get a gradient. Without one, each gets exactly one in each pass."""
 
+    @property
+    @abstractmethod
+    def may_be_unused(self) -> bool:
+        """True if a parameter may get no gradient in a pass."""
+
+    @property
+    @abstractmethod
+    def keeps_layout(self) -> bool:
+        """True if the buckets keep their first layout, since passes differ in their gradients."""
+
     @abstractmethod
     def is_last_gradient(self, index: int) -> bool:
         """True if this pass adds nothing more to this parameter's gradient."""

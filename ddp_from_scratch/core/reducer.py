@@ -21,6 +21,11 @@ from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Calls, Extension
+from ddp_from_scratch.core.gradient_errors import (
+    check_gradient,
+    second_gradient,
+    taken_gradient,
+)
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
 from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.core.policies import LaunchOrder, Usage
@@ -68,6 +73,7 @@ class CoreReducer:
         bucket_caps: Sequence[int],
         overlap: bool = True,
         ready_order: Sequence[str] | None = None,
+        drops_at_once: bool = False,
         extensions: Iterable[Extension] = (),
     ) -> None:
         if ready_order is not None and sorted(ready_order) != sorted(layout.names):
@@ -92,11 +98,9 @@ class CoreReducer:
         self.iteration: int = 0
         self.next_bucket: int = 0
         self.ready_order: list[str] | None = None if ready_order is None else list(ready_order)
-        self.keeps_layout: bool = False
-        self.may_be_unused: bool = False
         self.needs_each: bool = False
         self.by_hand: bool = False
-        self.drops_at_once: bool = False
+        self.drops_at_once = drops_at_once
         # Parameters that have got a gradient under `no_sync()` since the last average.
         self.local: set[int] = set()
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
@@ -129,6 +133,8 @@ class CoreReducer:
             self.usage = extension
         elif isinstance(extension, LaunchOrder):
             self.order = extension
+            # Without it, nothing may have noticed that an exception ended a pass (`EndOfPass`).
+            self.broken_off = self.pass_number != IDLE and not self.is_in_pass()
         extension.attach(self)
         self.extensions.insert(0 if first else len(self.extensions), extension)
         self._extensions_changed()
@@ -149,6 +155,16 @@ class CoreReducer:
             if isinstance(extension, kind):
                 return extension
         return None
+
+    @property
+    def may_be_unused(self) -> bool:
+        """True if a parameter may get no gradient in a pass."""
+        return self.usage is not None and self.usage.may_be_unused
+
+    @property
+    def keeps_layout(self) -> bool:
+        """True if the buckets keep their first layout."""
+        return self.usage is not None and self.usage.keeps_layout
 
     # Layout -------------------------------------------------------------------------------------
 
@@ -249,18 +265,18 @@ class CoreReducer:
         bucket = self.bucket_of[index]
         if not self.sync:
             if bucket.state is not BucketState.FILLING:
-                raise self._second_gradient(index)
+                raise second_gradient(self.names[index], self.rank)
             if gradient is not None:
                 self.local.add(index)
             return
         if gradient is None:
             if self.hooks is not None and self.hooks.was_cleared(index, noted):
-                self._error = self.taken_gradient(index)
+                self._error = taken_gradient(self.names[index], self.rank)
         elif gradient.is_sparse or gradient.requires_grad:
-            self._check_gradient(index, gradient, bucket)
+            check_gradient(gradient, bucket, self.names[index], self.rank)
         # Reentrant checkpoints run passes inside a pass: the outermost's end shows what is unused.
         if self.pass_number != current_pass() and not (
-            self.may_be_unused and self.pass_number != IDLE
+            self.pass_number != IDLE and self.may_be_unused
         ):
             self.begin_pass()
         if self.ready_order is None:
@@ -270,7 +286,8 @@ class CoreReducer:
             return
         if bucket.state is not BucketState.FILLING:
             if gradient is not None:
-                self._error = self._second_gradient(index)  # raised when no other rank waits
+                # Raised when no other rank waits.
+                self._error = second_gradient(self.names[index], self.rank)
             return
         if gradient is None:
             bucket.mark_unused(index)
@@ -299,6 +316,22 @@ class CoreReducer:
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
         for on_begin in self.calls.on_begin:
             on_begin()
+
+    def begin_early(self, find_unused: Callable[[], Iterable[int]]) -> None:
+        """Begins the pass before its first gradient, and marks what it finds unused.
+
+        Does nothing if the pass has begun, or does not average.
+        """
+        with self.lock:
+            if self.sync and not self.is_in_pass():
+                self.begin_pass()
+                self.mark_unused(find_unused())
+                self.launch_full_buckets(early=True)
+
+    def end_with(self, number: int) -> None:
+        """Leaves the end of this pass to the one around it, of another Reducer."""
+        self.pass_number = number
+        self.restore_grads()
 
     def is_in_pass(self) -> bool:
         """True if autograd is now executing the pass that has begun."""
@@ -349,10 +382,10 @@ class CoreReducer:
                 except RuntimeError:
                     # A flat buffer takes no sparse gradient. Only passes that fail pay for checks.
                     for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
-                        self._check_gradient(index, parameter.grad, bucket)
+                        check_gradient(parameter.grad, bucket, self.names[index], self.rank)
                     raise
                 if gone:
-                    self._error = self.taken_gradient(min(gone))
+                    self._error = taken_gradient(self.names[min(gone)], self.rank)
                 if sender.mean == 0:
                     bucket.contribute_zeros()
             for on_packed in self.calls.on_packed:
@@ -480,13 +513,22 @@ class CoreReducer:
         Raises a RuntimeError if a later Reducer has replaced this one.
         """
         self.check_current()
-        self.count_noted()
-        before, self.sync = self.sync, False
+        before = self.sync
+        self.set_sync(False)
         try:
             yield
         finally:
+            self.set_sync(before)
+
+    def set_sync(self, sync: bool) -> None:
+        """Lets backward passes average from now on, or accumulate locally."""
+        if sync != self.sync:
             self.count_noted()
-            self.sync = before
+            self.sync = sync
+
+    def set_overlap(self, overlap: bool) -> None:
+        """Launches buckets during backward from now on, or at its end."""
+        self.overlap = overlap
 
     def average_now(self) -> None:
         """Averages every `.grad` as it is, outside of backward. Collective."""
@@ -554,36 +596,3 @@ class CoreReducer:
                 "another Reducer has been made for the same parameters and has replaced this one: "
                 "use the new one"
             )
-
-    def taken_gradient(self, index: int) -> RuntimeError:
-        """The error for a `.grad` that the program has set to None during backward."""
-        return RuntimeError(
-            f"the gradient of parameter {self.names[index]} was taken away on rank {self.rank} "
-            f"before it was averaged: a hook of the program has set .grad to None. Step, and clear "
-            f"gradients, when backward() has returned"
-        )
-
-    def _check_gradient(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None:
-        """Raises a RuntimeError if the bucket cannot hold this gradient."""
-        name = self.names[index]
-        if gradient is None:
-            return
-        if gradient.is_sparse and not bucket.is_sparse:
-            raise RuntimeError(
-                f"the gradient of parameter {name} is sparse on rank {self.rank}, but its module "
-                f"does not declare it: only the weights of Embedding and EmbeddingBag with "
-                f"sparse=True are gathered, others lie in flat buckets"
-            )
-        if gradient.requires_grad and bucket.keeps_no_graph:
-            raise RuntimeError(
-                f"backward(create_graph=True) on rank {self.rank}: the gradient of parameter "
-                f"{name} cannot keep its graph, since it is {bucket.keeps_no_graph}"
-            )
-
-    def _second_gradient(self, index: int) -> RuntimeError:
-        return RuntimeError(
-            f"parameter {self.names[index]} got a second gradient on rank {self.rank} while the "
-            f"first was being averaged. Accumulate several backward passes under no_sync(), all "
-            f"but the last; where one pass gives it several gradients, or it is used outside of "
-            f"the module's forward, use static_graph=True"
-        )

@@ -142,8 +142,6 @@ class OneOrder(LaunchOrder):
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
-        # Until now nothing has noticed exceptions for this Reducer (`EndOfPass`).
-        reducer.broken_off = reducer.pass_number != IDLE and not reducer.is_in_pass()
         # A pass, and the Reducers that launch before this one in it, with their iterations.
         self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
 
@@ -184,8 +182,7 @@ class OneOrder(LaunchOrder):
         for other in everyone:
             if _is_inside(reducer, other):
                 # The outer Reducer's buckets may come first: another rank may have launched them.
-                reducer.pass_number = other.pass_number
-                reducer.restore_grads()
+                reducer.end_with(other.pass_number)
                 return True
         together = [r for r in everyone if _is_running(r) and r.pass_number == reducer.pass_number]
         if reducer not in together:  # removed in the middle of the pass

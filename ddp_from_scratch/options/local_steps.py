@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.extension import Check, Extension
+from ddp_from_scratch.core.gradient_errors import taken_gradient
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.sync.check_sync import DriftCheck
 
@@ -135,7 +136,7 @@ class StepsInHooks(Check):
             return None
         taken = set[int]().union(*(bucket.taken() for bucket in reducer.flat_buckets))
         if taken:
-            return reducer.taken_gradient(min(taken))
+            return taken_gradient(reducer.names[min(taken)], reducer.rank)
         now = [*map(_version, reducer.parameters)]
         if now == before:
             return None

@@ -145,7 +145,7 @@ class BucketTuning(Extension):
     def _apply(self, candidate: Candidate) -> None:
         if candidate.bucket_cap_mb != self.present.bucket_cap_mb:
             self._of().lay_out(bucket_caps(candidate.bucket_cap_mb))
-        self._of().overlap = candidate.overlap
+        self._of().set_overlap(candidate.overlap)
         self.present = candidate
 
 

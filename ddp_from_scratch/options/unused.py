@@ -83,29 +83,29 @@ class Unused(Usage):
         # Weak: the hooks on a graph own its record, which disappears with the graph.
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
         self._last: _Forward | None = None  # the last walk's record, which a static graph reuses
-        self._update()
 
-    def _update(self) -> None:
-        self._of().may_be_unused = self.find_unused or self.is_static
-        self._of().keeps_layout = self.varies
+    @property
+    def may_be_unused(self) -> bool:
+        return self.find_unused or self.is_static
 
     @property
     def varies(self) -> bool:
         """True if the set of used parameters may change from pass to pass."""
         return self.find_unused and not self.is_static
 
+    keeps_layout = varies
+
     def set_static(self) -> None:
         if not self.is_static:
             self._last = None  # earlier passes may have had another graph
             self.is_static = True
-            self._update()
 
     # Forward ------------------------------------------------------------------------------------
 
     def prepare(self, outputs: object) -> None:
         """Hooks the nodes of all tensors in `outputs`. Walks their graph unless it is static."""
         # Transforms of torch.func accumulate nothing, and hide the parameters.
-        if not self._of().may_be_unused or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not self.may_be_unused or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         # While all parameters are frozen, no average happens with a static graph, and its first
         # pass is still to come.
@@ -155,18 +155,18 @@ class Unused(Usage):
             return  # the Reducer was removed
         if not (self.hides_parameters or self._accumulates(forward)):
             return
-        with reducer.lock:
-            if not reducer.sync or reducer.is_in_pass():
-                return
-            reducer.begin_pass()
-            if self._expected is not None:
-                reducer.mark_unused(set(range(self._count)).difference(self._expected))
-            elif not (self.is_static or self.hides_parameters):
-                # The pass may execute more than this walk has seen: several forward passes.
-                rest = set(range(self._count)) - (forward.reached or set())
-                unused = {i for i in rest if not will_accumulate(reducer.parameters[i])}
-                reducer.mark_unused(unused)
-            reducer.launch_full_buckets(early=True)
+        reducer.begin_early(partial(self._find_unused, forward))
+
+    def _find_unused(self, forward: _Forward) -> set[int]:
+        """Returns the parameters that get no gradient in the pass that goes through this graph."""
+        everything = set(range(self._count))
+        if self._expected is not None:
+            return everything.difference(self._expected)
+        if self.is_static or self.hides_parameters:
+            return set()
+        # The pass may execute more than this walk has seen: several forward passes.
+        rest, parameters = everything - (forward.reached or set()), self._of().parameters
+        return {index for index in rest if not will_accumulate(parameters[index])}
 
     def on_gradient(self, index: int) -> None:
         self._used.add(index)
@@ -181,7 +181,7 @@ class Unused(Usage):
         return self.skip and self._has_agreed and self._used.isdisjoint(bucket.members)
 
     def mark_unused(self) -> None:
-        if self._of().may_be_unused:
+        if self.may_be_unused:
             self._of().mark_unused(range(self._count))
 
     def agree_used(self) -> set[int] | None:
@@ -192,7 +192,7 @@ class Unused(Usage):
         inherited = {i for i in self._inherited if reducer.parameters[i].grad is not None} - used
         self._inherited = set()
         self._has_agreed = True
-        if not reducer.may_be_unused:
+        if not self.may_be_unused:
             return None
         if self._used_by_any is not None:
             # `is_last_gradient` counts no gradients under no_sync(), but `used` holds them.

@@ -70,11 +70,7 @@ class ForwardSync(Extension):
             self._local.discard(mark)
 
     def _update(self) -> None:
-        reducer: Any = self._of()
-        sync = self.required and not self._local
-        if reducer.sync != sync:
-            reducer.count_noted()
-            reducer.sync = sync
+        self._of().set_sync(self.required and not self._local)
 
 
 def _enter(found: "weakref.ref[ForwardSync]", mark: object, gradients: Any) -> None:

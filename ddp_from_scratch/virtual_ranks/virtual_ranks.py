@@ -59,7 +59,6 @@ class VirtualRanks(Extension):
                 "sparse gradients cannot be summed over virtual ranks: use sparse=False"
             )
         super().attach(reducer)
-        reducer.drops_at_once = True  # ranks may be lost, and sums have memory of their own
         self._process_group = reducer.process_group
         self._check()
         reducer.sender.set_hook(self.reduction.average, reducer.process_group)
@@ -85,7 +84,6 @@ class VirtualRanks(Extension):
 
     def set_step(self, step: int, seed: int | None, keep: bool) -> int:
         self.step = step
-        self._of().rank = dist.get_rank(self._process_group)  # ranks may have been lost
         if seed is not None:
             self._seed = seed
         return self._deal_rest() if keep else self._forget()
