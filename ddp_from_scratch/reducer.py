@@ -67,8 +67,8 @@ class Reducer(CoreReducer):
         shared_memory: on a gloo group on Linux, if two ranks share a machine, reduce in memory that
             a machine's ranks share, and send only between machines. Sums are taken in rank order,
             so with more than 2 ranks their last bits differ from gloo's.
-        fuse_wgrad: compute the gradients of large linear layers and embeddings directly into their
-            buckets (`FusedWgrad`). CPU only. Implies `gradient_as_bucket_view`.
+        fuse_wgrad: compute the gradients of large linear layers directly into their buckets
+            (`FusedWgrad`). CPU only. Implies `gradient_as_bucket_view`.
         ignore: names of parameters and buffers that are not synchronised.
         check_every: N: run `check_sync` in every Nth average, also on the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:

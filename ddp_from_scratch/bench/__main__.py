@@ -24,7 +24,7 @@ How to read the table:
     ddp.SGD            this library's optimizer, on the Reducer's flat buckets
     shard=world        each rank updates its share of the parameters, and keeps that share's state
     shard=node         the same, with one copy of parameters and state per machine
-    fuse_wgrad         gradients of linear layers and embeddings are computed in their buckets
+    fuse_wgrad         gradients of linear layers are computed in their buckets
     on gloo, mpi, node the process group's backend; node is shared memory beside gloo
 
     ms, quartiles      the median step of the slowest rank, and the middle half

@@ -2,7 +2,6 @@
 
     F.linear, autograd's backward    gradient = output_gradient.t() @ input     then copied
     F.linear, `_Linear`'s            torch.mm(output_gradient.t(), input, out=window of the bucket)
-    F.embedding, `_Embedding`'s      window.zero_().index_add_(0, tokens, output_gradient)
 
 Megatron-LM does the same ("gradient_accumulation_fusion").
 """
@@ -12,21 +11,19 @@ from collections.abc import Callable
 from typing import Any, TypeGuard, cast
 
 import torch
-from torch.nn import Embedding, Linear, functional
+from torch.nn import Linear, functional
 
 from ddp_from_scratch.core.bucket import BucketState
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
 
-Layer = Linear | Embedding
-
-# The fewest weight elements of a fused linear layer, and a factor for embeddings. Below, the Python
-# backward costs more than the copy that it saves.
-_WORTH, _EMBEDDING = 2**16, 4
+# The fewest weight elements of a fused layer. Below, the Python backward costs more than the copy
+# that it saves.
+_WORTH = 2**16
 
 
 class FusedWgrad(Extension):
-    """Makes the backward passes of linear and embedding layers write into the buckets.
+    """Makes the backward passes of linear layers write into the buckets.
 
     A fused layer's `forward` is replaced; copies of the layer have torch's. Only gradients that are
     packed one by one (`Bucket.packs_early`) are written to buckets. torch computes all others, with
@@ -38,7 +35,7 @@ class FusedWgrad(Extension):
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Windows given out whose gradient is not complete: a second gradient must not overwrite it.
         self._claimed: set[int] = set()
-        self._layers: list[Layer] = []
+        self._layers: list[Linear] = []
         for layer in reducer.module.modules():
             if _is_plain(layer) and id(layer.weight) in self._index_of:
                 layer.forward = _Forward(layer, self)  # type: ignore[method-assign]
@@ -84,18 +81,18 @@ class FusedWgrad(Extension):
         self._layers.clear()
 
 
-def _is_plain(layer: Any) -> TypeGuard[Layer]:
+def _is_plain(layer: Any) -> TypeGuard[Linear]:
     # Parametrization changes a layer's class. Gradients of complex weights need conjugates.
     return (
-        type(layer) in _FUSED
+        type(layer) is Linear
         and "forward" not in vars(layer)
         and layer.weight.is_floating_point()
-        and layer.weight.numel() >= _WORTH * (_EMBEDDING if type(layer) is Embedding else 1)
+        and layer.weight.numel() >= _WORTH
     )
 
 
 class _Forward:
-    def __init__(self, layer: Layer, fused: FusedWgrad) -> None:
+    def __init__(self, layer: Linear, fused: FusedWgrad) -> None:
         # Weak, because the layer holds this object.
         self._layer, self._fused = weakref.ref(layer), fused
 
@@ -104,10 +101,10 @@ class _Forward:
         assert layer is not None, "its layer calls it"
         # Looked up in each pass, since `torch.func.functional_call` substitutes parameters.
         # A parametrization changes the layer's class, even if its weight stays the same.
-        fuses = type(layer) in _FUSED and self._fused.index_of(layer.weight) is not None
+        fuses = type(layer) is Linear and self._fused.index_of(layer.weight) is not None
         if not fuses or not _can_fuse(input, layer.weight):
             return cast(torch.Tensor, _own_forward(layer)(input))
-        return _FUSED[type(layer)](layer, input, self._fused)
+        return cast(torch.Tensor, _Linear.apply(input, layer.weight, layer.bias, self._fused))
 
     def __deepcopy__(self, copied: dict[int, Any]) -> Any:
         return _own_forward(copied[id(self._layer())])
@@ -116,7 +113,7 @@ class _Forward:
         return _own_forward, (self._layer(),)
 
 
-def _own_forward(layer: Layer) -> Any:
+def _own_forward(layer: Linear) -> Any:
     return type(layer).forward.__get__(layer)
 
 
@@ -161,34 +158,6 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        context: Any,
-        tokens: torch.Tensor,
-        weight: torch.Tensor,
-        padding: int | None,
-        fused: FusedWgrad,
-    ) -> torch.Tensor:
-        context.save_for_backward(tokens)
-        context.rows, context.padding, context.fused = len(weight), padding, fused
-        return functional.embedding(tokens, weight, padding)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> Any:
-        (tokens,) = context.saved_tensors
-        rows, padding, window = context.rows, context.padding, _window(context, 1)
-        if window is None:
-            unused = -1 if padding is None else padding % rows
-            dense = torch.ops.aten.embedding_dense_backward(gradient, tokens, rows, unused, False)
-            return None, dense, None, None
-        # In token order, as in autograd.
-        window.zero_().index_add_(0, tokens.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
-        if padding is not None:
-            window[padding] = 0
-        return None, _alias(window), None, None
-
-
 def _window(context: Any, argument: int) -> torch.Tensor | None:
     # `create_graph` differentiates the gradients, so they cannot be written in place.
     if torch.is_grad_enabled():
@@ -206,18 +175,3 @@ def _into(
 def _alias(window: torch.Tensor) -> torch.Tensor:
     # A new tensor object: autograd copies a gradient that anything else references.
     return window.view_as(window)
-
-
-def _embedding(layer: Any, tokens: torch.Tensor, fused: FusedWgrad) -> torch.Tensor:
-    # For 16-bit rows index_add_ rounds the sum once, but autograd rounds after each row.
-    exact = layer.weight.dtype in (torch.float32, torch.float64)
-    if not exact or layer.sparse or layer.scale_grad_by_freq or layer.max_norm is not None:
-        return Embedding.forward(layer, tokens)
-    output: torch.Tensor = _Embedding.apply(tokens, layer.weight, layer.padding_idx, fused)
-    return output
-
-
-_FUSED: dict[type, Callable[[Any, torch.Tensor, FusedWgrad], torch.Tensor]] = {
-    Linear: lambda layer, input, fused: _Linear.apply(input, layer.weight, layer.bias, fused),
-    Embedding: _embedding,
-}

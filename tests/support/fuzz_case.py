@@ -362,7 +362,7 @@ class Net(nn.Module):
         generator = torch.Generator().manual_seed(1000 * case.seed + rank)
         weights = [weight_of(p, generator, device) for p in case.parameters]
 
-        # In turn, so that a linear layer and an embedding may share a weight.
+        # In turn, so that a fused layer and one that torch computes may share a weight.
         kinds: Any = cycle((LinearLayer, EmbeddingLayer) if case.fuse_wgrad else (Layer,))
 
         def layer(index: int, make: Any) -> nn.Module:
