@@ -138,6 +138,17 @@ def test_code_above_the_backend_asks_a_group_for_its_traits_and_not_for_its_clas
     assert {room_of(path) for path in named} == {"backend", "node"}
 
 
+def test_one_text_lists_every_place_that_divides_gradients():
+    text, places = (PACKAGE / "core/comm_hooks.py").read_text(), set()
+    for path in MODULES:
+        lines = path.read_text().splitlines()
+        places |= {path for line in lines if "A division: see" in line}
+        if room_of(path) in ("core", "options", "optim", "virtual_ranks", "torch_ddp", "reducer"):
+            places |= {path for line in lines if re.search(r"/ dist\.get_world_size|AVG,", line)}
+    listed = {PACKAGE / name for name in re.findall(r"\((\w+/\w+\.py)\)", text.split('"""')[1])}
+    assert listed | {PACKAGE / "core/comm_hooks.py"} == places
+
+
 def test_the_layers_in_the_guide_have_every_room_above_what_it_imports():
     layers = (PACKAGE.parent / "docs/how-it-works.md").read_text().partition("## Layers")[2]
     lines = re.findall(r"^    ([a-z_, ]+?)  ", layers.partition("\n## ")[0], re.MULTILINE)

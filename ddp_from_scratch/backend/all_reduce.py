@@ -107,6 +107,7 @@ class AllReduce:
 
     def split(self, reduction: Reduction, dtype: torch.dtype) -> tuple[Reduction, Reduction]:
         """Returns the reductions on this machine and across machines. One divides an average."""
+        # A division: see `core/comm_hooks.py`.
         # On this machine where that is exact, or keeps a sum in 16 bits from overflow, else across
         # machines, so a machine with one rank rounds nothing.
         wide = dtype == reduction.dtype

@@ -71,6 +71,7 @@ class Reduction:
         wide = tensors
         if tensors[0].dtype != self.dtype:
             wide = [tensor.to(self.dtype) for tensor in tensors]
+        # A division: see `core/comm_hooks.py`.
         if self.divides_first:
             torch.mul(wide[0], 1 / self.divisor, out=scratch)
             for tensor in wide[1:]:

@@ -7,14 +7,28 @@ here unchanged. `state` is what was registered with the hook, for this library's
 group (None means all ranks). `bucket` has the methods of torch's `dist.GradBucket`. The future's
 value is the averaged flat tensor, of any floating dtype, or a list of only that tensor.
 
-The division by the world size comes before the sum, as in torch's DDP: n summands of 1/n each
-cannot overflow a 16-bit float where the average would not. A Reducer divides while it packs for
-`average`, and for a hook with `hook.takes_divided = True`, which saves a pass over the bucket. If
-another hook calls such a hook, `bucket.op` is None, and it divides itself.
-
 A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
 may then be in flight. A second collective, as PowerSGD's, might come before the next bucket's on
-one rank and after it on another. This package's hooks declare both with `@comm_hook(...)`.
+one rank and after it on another. A hook that expects divided gradients declares
+`hook.takes_divided = True`. This package's hooks declare both with `@comm_hook(...)`.
+
+Division: each gradient is divided by the number of ranks n once. As in torch's DDP that is before
+the sum: n summands of 1/n each cannot overflow a 16-bit float where the average would not. With
+`reduce="sum"` nobody divides. Otherwise `bucket.op` says who does, at one of these places:
+
+- SUM: the Reducer, while it packs, which saves a pass over the bucket. `Sender.prepare` chooses the
+  factor, for `average` and for hooks with `takes_divided`. Without a hook: `SparseBucket.pack`
+  (options/sparse.py).
+- AVG: the collective, on a group whose `traits` say `divides_first`. `Reduction.fold`
+  (backend/reduction.py) divides; with several machines, `AllReduce.split` (backend/all_reduce.py)
+  chooses where. With shard="node" buckets send nothing, and `NodeShards.step` (optim/shards.py)
+  averages while it steps, after the sum unless 1/n is exact.
+- None: the hook. A hook outside of this package divides; so do `divide`, if another hook calls
+  `average`, `_compressed` (options/comm_hooks.py), likewise, `_average_in_low_rank`
+  (options/power_sgd.py), and `TreeReduction._divide` (virtual_ranks/tree_reduction.py), which
+  divides by the number of virtual ranks, after the sum except in 16 bits.
+
+A rank's weight is one more factor while packing: `GradientWeight.value` (options/weight.py).
 """
 
 import weakref
@@ -64,6 +78,7 @@ def average(process_group: Group, bucket: Bucket) -> Future:
 def divide(process_group: Group, bucket: Bucket) -> Any:
     """Divides a bucket that its Reducer has not divided; returns the reduction that is left."""
     if (op := _reduction(process_group)) == dist.ReduceOp.SUM:
+        # A division: see the head of this file.
         bucket.buffer().mul_(1.0 / dist.get_world_size(process_group))
     return op
 
@@ -197,6 +212,7 @@ class Sender:
                 self.state_now = sends
         self.hook_now: CommHook = hook_now
         self.aside: bool = not is_ours(self.hook)
+        # A division: see the head of this file.
         self.mean: float = weight / dist.get_world_size(self.process_group)
         self.scale: float = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
         self.op: Any = None  # the hook divides

@@ -309,6 +309,7 @@ class NodeShards(Shards):
         # The ranks compare this text, because each steps its share for all.
         text = f"step with {self._text([group])} of parts {_checksum(stretches)}"
         receive = partial(run.update, stretches, group)
+        # A division: see `core/comm_hooks.py`.
         # In `step` all ranks have the same averages or sums already, and AVG keeps them.
         self._shared.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
 

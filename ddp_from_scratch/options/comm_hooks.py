@@ -60,6 +60,7 @@ def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
 
 def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Future:
     buffer = bucket.buffer()
+    # A division: see `core/comm_hooks.py`.
     if bucket.op is None:  # not divided yet
         buffer.mul_(1.0 / dist.get_world_size(process_group))
     if buffer.element_size() <= dtype.itemsize:  # 16-bit gradients would not get smaller

@@ -177,6 +177,7 @@ def _average_in_full(
 
 
 def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup) -> Future:
+    # A division: see `core/comm_hooks.py`.
     buffer, scale = bucket.buffer(), 1.0 / dist.get_world_size(group)
     matrices, rest = [], []
     for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):

@@ -63,6 +63,7 @@ class SparseBucket(Bucket):
     # Pack, launch -------------------------------------------------------------------------------
 
     def pack(self, scale: float) -> Collection[int]:
+        # A division: see `core/comm_hooks.py`.
         gradient = self._parameter.grad
         self._kind_and_rows = _NONE, 0
         if gradient is not None and gradient.is_sparse:

@@ -62,4 +62,5 @@ class GradientWeight:
         total = self.total()
         if total == 0:
             raise ValueError("the weights of all ranks are 0: there is nothing to average")
+        # A division: see `core/comm_hooks.py`.
         return self._amount if self._is_factor else self._amount * self._world_size / total

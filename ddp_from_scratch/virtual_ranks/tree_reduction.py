@@ -155,7 +155,8 @@ class TreeReduction:
         self.sums.push(Block(virtual_rank, 1), gradients)
 
     def _divide(self, tensor: torch.Tensor, before: bool) -> None:
-        # 16-bit sums may overflow, so these are divided before, as in `comm_hooks.average`.
+        # A division: see `core/comm_hooks.py`.
+        # 16-bit sums may overflow, so these are divided before.
         # Dividing after the sum is cheaper: one chunk and not every virtual rank's gradients.
         if before == (tensor.element_size() == 2):
             tensor.mul_(1 / self._virtual_ranks)
