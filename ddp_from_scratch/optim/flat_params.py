@@ -157,13 +157,7 @@ class FlatParams:
         ages = [1] * len(self.parameters)
         for name in names:
             if name not in self.state:
-                if name == "step":
-                    steps = torch.zeros(len(self.parameters), device="cpu")  # Python reads them
-                    self.state[name] = steps, steps.unbind()
-                else:
-                    flat = self._allocate(len(self.own), self.flat)
-                    whole = len(self.own) == self.flat.numel()
-                    self.state[name] = flat, self.windows(flat) if whole else self._parts(flat)
+                self.state[name] = self._make_state(name)
             places = self.state[name][1]
             for index in members:
                 state, place = states[self.parameters[index]], places[index]
@@ -186,6 +180,15 @@ class FlatParams:
         stretches = groupby(enumerate(members), lambda row: (row[1] - row[0], ages[row[1]]))
         parts = [(age, [index for _, index in rows]) for (_, age), rows in stretches]
         return [(part[0], part[-1] + 1, age) for age, part in parts]
+
+    def _make_state(self, name: str) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """Returns memory for a kind of state, and each member's place in it."""
+        if name == "step":
+            steps = torch.zeros(len(self.parameters), device="cpu")  # Python reads them
+            return steps, steps.unbind()
+        flat = self._allocate(len(self.own), self.flat)
+        whole = len(self.own) == self.flat.numel()
+        return flat, self.windows(flat) if whole else self._parts(flat)
 
     def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Cuts a tensor of this rank's own elements into one part for each member."""

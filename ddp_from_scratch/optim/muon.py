@@ -203,39 +203,28 @@ class Muon(torch.optim.Optimizer):
             ranks = self._reducer.sender.group()
             rank, size = ranks.rank(), ranks.size()
             self._compare_dtypes(ranks, self._reducer.device)
+        if not rows:
+            return []
         owners = divide([cost(parameter.shape) for parameter, _, _ in rows], size)
         # Behind its results each rank sends a checksum of its settings, in the same message.
-        text, device = self._settings_text(), rows[0][0].device if rows else None
-        number = torch.full((1,), zlib.crc32(text.encode()), device=device)
-        end = number.view(self.ns_dtype)
+        text, device = self._settings_text(), rows[0][0].device
+        end = torch.full((1,), zlib.crc32(text.encode()), device=device).view(self.ns_dtype)
         numels: list[list[int]] = [[] for _ in range(size)]
         for (parameter, _, _), owner in zip(rows, owners, strict=True):
             numels[owner].append(parameter.numel())
-        # One message from each rank: with many small ones, sending would outweigh the products.
-        for each in numels if rows else ():
+        for each in numels:
             each.append(end.numel())
+        # One message from each rank: with many small ones, sending would outweigh the products.
         messages = [torch.empty(sum(each), dtype=self.ns_dtype, device=device) for each in numels]
         parts = [iter(m.split(each)) for m, each in zip(messages, numels, strict=True)]
         updates = []
         for (parameter, gradient, group), owner in zip(rows, owners, strict=True):
-            part, state = next(parts[owner]), self.state[parameter]
-            if gradient.is_sparse:
-                raise RuntimeError("Muon takes no sparse gradients: use an embedding's dense ones")
-            check_state(parameter, state, ("momentum_buffer",))
-            if "momentum_buffer" not in state:
-                state["momentum_buffer"] = torch.zeros_like(gradient)
-            update = part.view(parameter.shape)
+            buffer = self._buffer(parameter, gradient)
+            update = next(parts[owner]).view(parameter.shape)
             if owner == rank:
-                momentum = state["momentum_buffer"].lerp(gradient, 1 - group["momentum"])
-                if group["nesterov"]:
-                    momentum = gradient.lerp(momentum, group["momentum"])
-                # Computed with the longer side as columns, which is cheaper.
-                tall = parameter.shape[0] > parameter.shape[1]
-                settings = [group[name] for name in NS]
-                wide = orthogonalize(momentum.T if tall else momentum, self.ns_dtype, *settings)
-                update.copy_(wide.T if tall else wide)
+                update.copy_(self._update(buffer, gradient, group))
             updates.append(update)
-        if ranks is not None and size > 1 and rows:
+        if size > 1:
             ends = [next(each) for each in parts]
             ends[rank].copy_(end)
             works = [
@@ -246,6 +235,30 @@ class Muon(torch.optim.Optimizer):
                 wait(work)
             self._compare_settings(text, torch.stack(ends).view(torch.int64).flatten())
         return updates
+
+    def _buffer(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the momentum of a matrix, zeros before its first step."""
+        if gradient.is_sparse:
+            raise RuntimeError("Muon takes no sparse gradients: use an embedding's dense ones")
+        state = self.state[parameter]
+        check_state(parameter, state, ("momentum_buffer",))
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        buffer: torch.Tensor = state["momentum_buffer"]
+        return buffer
+
+    def _update(
+        self, buffer: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        """Returns the update of one matrix; leaves its momentum as it is."""
+        momentum = buffer.lerp(gradient, 1 - group["momentum"])
+        if group["nesterov"]:
+            momentum = gradient.lerp(momentum, group["momentum"])
+        # Computed with the longer side as columns, which is cheaper.
+        tall = gradient.shape[0] > gradient.shape[1]
+        settings = [group[name] for name in NS]
+        wide = orthogonalize(momentum.T if tall else momentum, self.ns_dtype, *settings)
+        return wide.T if tall else wide
 
     def _settings_text(self) -> str:
         texts = []

@@ -116,18 +116,23 @@ class Unused(Usage):
         if not nodes:
             return
         if self._last is None or not self.is_static:
-            with torch.profiler.record_function("search_unused_parameters"):
-                leaves = reached(tensors)
-            known = self._index_of
-            others = [leaf for leaf in leaves or () if id(leaf) not in known]
-            ours = {known[id(leaf)] for leaf in leaves or () if id(leaf) in known}
-            self._last = _Forward(None if leaves is None else ours, others)
+            self._last = self._search(tensors)
         self._forwards.add(self._last)
         for node in nodes:
             # Weak, so that a graph does not keep the Reducer alive.
             node.register_prehook(partial(_enter, weakref.ref(self), self._last))
 
     on_forwarded = prepare
+
+    def _search(self, outputs: Sequence[torch.Tensor]) -> _Forward:
+        """Walks the graph of these tensors."""
+        with torch.profiler.record_function("search_unused_parameters"):
+            leaves = reached(outputs)
+        if leaves is None:
+            return _Forward(None, ())
+        known = self._index_of
+        others = [leaf for leaf in leaves if id(leaf) not in known]
+        return _Forward({known[id(leaf)] for leaf in leaves if id(leaf) in known}, others)
 
     @property
     def hides_parameters(self) -> bool:

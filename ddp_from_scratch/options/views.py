@@ -79,6 +79,10 @@ class ViewBucket(Bucket):
             for parameter, lent in zip(self._parameters, self._lent, strict=True):
                 parameter.grad = lent
             return ()
+        return self._pack_each(gradients, scale)
+
+    def _pack_each(self, gradients: Sequence[torch.Tensor | None], scale: float) -> set[int]:
+        """Packs gradients of which some are in the buffer, unused, shared or missing."""
         sources, windows, in_place, gone = [], [], [], set[int]()
         packed, unused, stays = self._packed, self.unused, self.unused | self.shared
         for position, (index, parameter, view) in enumerate(self._rows):
