@@ -68,6 +68,8 @@ class Bucket:
     packs_early = False  # True if `pack_one` must be called for each gradient as it arrives
     # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
     keeps_no_graph = ""
+    # False if the averages must be in the buffer, also on one rank.
+    may_keep = True
     # Members that another Reducer averages, too.
     shared: frozenset[int] = frozenset()
 
@@ -207,6 +209,18 @@ class Bucket:
         self._sources = sources
         self._copy_scaled(windows, sources, scale)
         return gone
+
+    def keep(self) -> bool:
+        """Leaves the gradients where they are, as their own average on one rank.
+
+        Instead of `pack` and `launch`; raises as `pack`. False, without effect, if one is missing.
+        """
+        if self.state is not BucketState.FILLING:
+            raise self._again()
+        if any(map(is_, map(gradient_of, self._parameters), repeat(None))):
+            return False
+        self.state = BucketState.LAUNCHED  # without a future: `wait` and `unpack` find nothing
+        return True
 
     def _copy_scaled(
         self, windows: list[torch.Tensor], sources: list[torch.Tensor], scale: float

@@ -149,6 +149,7 @@ class Sender:
         prepared_for: returns the group that `prepare` ran for; None before. Weak as `sends`.
         scale, mean: factors for packing flat and sparse gradients; a `mean` of 0 sends zeros.
         op, hook_now, state_now, aside: for `Bucket.op` and `Bucket.launch`.
+        changes_nothing: True if each gradient is its own average: on one rank, without a comm hook.
     """
 
     def __init__(
@@ -224,4 +225,6 @@ class Sender:
             self.mean, self.op = weight, dist.ReduceOp.SUM
         elif self.op == dist.ReduceOp.SUM:
             self.scale *= 1.0 / dist.get_world_size(self.state_now)
+        alone = dist.get_world_size(self.process_group) == 1
+        self.changes_nothing: bool = alone and self.hook is average and weight == 1
         self.prepared_for = weakref.ref(own)

@@ -376,6 +376,10 @@ class CoreReducer:
             with span(f"{bucket.label}: pack"):
                 if own is None or sender.prepared_for() is not own:
                     self._prepare()
+                # An extension may look into a packed bucket.
+                may_keep = sender.changes_nothing and bucket.may_keep and not self.calls.on_packed
+                if may_keep and bucket.keep():
+                    return
                 bucket.op = sender.op
                 try:
                     gone = bucket.pack(sender.mean if bucket.is_sparse else sender.scale)

@@ -33,6 +33,7 @@ class SparseBucket(Bucket):
     """
 
     is_sparse = True
+    may_keep = False
     keeps_no_graph = "sparse"
 
     def __init__(

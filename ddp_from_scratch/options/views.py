@@ -18,6 +18,7 @@ class ViewBucket(Bucket):
     Large gradients on a CPU are packed as they become ready, while they are in the cache.
     """
 
+    may_keep = False
     keeps_no_graph = "a window of a bucket: use gradient_as_bucket_view=False"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
