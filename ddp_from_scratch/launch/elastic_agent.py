@@ -155,7 +155,9 @@ class ElasticAgent(Agent):
             if self.peers is not None:
                 # Known only after the job has begun.
                 able = [self._said[member].most_ranks for member in self._with_state()]
-                for machine in self.peers.admit(min(able, default=0), len(self._living)):
+                # Some may have been lost since their exit codes were read.
+                running = len(self._living - self.peers.lost)
+                for machine in self.peers.admit(min(able, default=0), running):
                     self._start_another(machine)
         self._pause = 0.02 if self._generation.steps else _MEETING_S
         return None
