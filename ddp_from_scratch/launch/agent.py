@@ -68,6 +68,7 @@ class Agent:
         self._passed_on = 0
         self._ended_by = 0
         self._stopped_at: dict[int, float] = {}  # when SIGSTOP was first seen
+        self._looked = self._woke = time.monotonic()  # see `_note_pause`
 
     def run(self) -> int:
         numbers = [*STOPS, *_ENDS]
@@ -208,6 +209,18 @@ class Agent:
 
     def _running(self) -> dict[int, Child]:
         return {member: child for member, child in self._children.items() if child.poll() is None}
+
+    def _note_pause(self) -> None:
+        """Notes when this process last woke, if it stood still (with its machine or by SIGSTOP).
+
+        Nobody else failed in that time: the ranks may have stood still with it, and machine 0 may
+        have answered.
+        """
+        now = time.monotonic()
+        if now - self._looked > _STOPPED_S:
+            self._woke = now
+            self._stopped_at.clear()
+        self._looked = now
 
     def _kill_stopped(self) -> None:
         now = time.monotonic()

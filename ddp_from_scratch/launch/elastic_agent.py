@@ -126,6 +126,7 @@ class ElasticAgent(Agent):
 
     def _look(self) -> int | None:
         """Returns the exit code once all running processes have exited with 0 or the job ends."""
+        self._note_pause()
         self._pass_on()
         if self.peers is not None:
             self.peers.exchange()
@@ -154,7 +155,9 @@ class ElasticAgent(Agent):
             if self.peers is not None:
                 # Known only after the job has begun.
                 able = [self._said[member].most_ranks for member in self._with_state()]
-                for machine in self.peers.admit(min(able, default=0), len(self._living)):
+                # Some may have been lost since their exit codes were read.
+                running = len(self._living - self.peers.lost)
+                for machine in self.peers.admit(min(able, default=0), running):
                     self._start_another(machine)
         self._pause = 0.02 if self._generation.steps else _MEETING_S
         return None
@@ -184,7 +187,7 @@ class ElasticAgent(Agent):
             say(f"{where} failed again with {text}; all other ranks were stopped")
             return code
         machine = self._machines[member]
-        is_lost = self.peers is not None and self.peers.is_lost(machine)
+        is_lost = self.peers is not None and member in self.peers.lost
         if is_lost:
             how = f"was on machine {machine}"
         if code != _USAGE and said.most_ranks and not has_carriers:
@@ -253,11 +256,13 @@ class NodeAgent(Agent):
     def _look(self) -> int | None:
         """Obeys machine 0 until it ends the job; returns the exit code."""
         link = self.peers
+        self._note_pause()
         self._report()
         if self._server_code() is not None and not self._received:
             return self._failed(0, 1)
-        silence = time.monotonic() - link.heard
-        if link.is_closed or silence > link.timeout:
+        now = time.monotonic()
+        silence = now - link.heard
+        if link.is_closed or now - max(link.heard, self._woke) > link.timeout:
             say("machine 0 no longer answers: all ranks here were stopped")
             return 1
         if silence > LOST_S and not self._cut_off:

@@ -76,9 +76,10 @@ class Nodes:
         self._waiting: dict[int, float] = {}  # by ticket without an answer: when it arrived
         self._drawn = 0  # the last ticket
         self.signals: list[int] = []  # received by other agents; `ElasticAgent` takes them
+        self.lost: set[int] = set()  # processes that were lost with their machine
         self._failure: str | None = None
         self._end: int | None = None
-        self._exchanged = 0.0
+        self._exchanged = time.monotonic()
 
     # For every agent ------------------------------------------------------------------------------
 
@@ -97,17 +98,14 @@ class Nodes:
     def close(self, code: int) -> None:
         """Announces the end of the job and waits until the other agents have left the store."""
         self._end = code
-        until = time.monotonic() + (LOST_S if self._elastic else _LAST_WORD_S)
-        while (now := time.monotonic()) <= until:
-            if not any(node.is_heard(now) and not node.left for node in self._nodes.values()):
+        # Counted, not timed: if this machine stands still meanwhile, the others have not heard it.
+        for _ in range(round((LOST_S if self._elastic else _LAST_WORD_S) / EXCHANGE_S)):
+            if all(node.left or node.ticket is None for node in self._nodes.values()):
                 return
             self.exchange()
             time.sleep(EXCHANGE_S)
 
     # For `ElasticAgent` ---------------------------------------------------------------------------
-
-    def is_lost(self, number: int) -> bool:
-        return number in self._nodes and self._nodes[number].lost
 
     def start(self, number: int, member: int) -> RemoteRank:
         node = self._nodes[number]
@@ -124,21 +122,25 @@ class Nodes:
     def exchange(self) -> None:
         """Reads all reports and writes the job's state, at most 50 times a second."""
         now = time.monotonic()
-        if now - self._exchanged < EXCHANGE_S:
+        pause = now - self._exchanged
+        if pause < EXCHANGE_S:
             return
         self._exchanged = now
         for number, node in self._nodes.items():
             has_come = node.ticket is not None
             if has_come and self._store.check([f"report {node.ticket}"]):
                 self._read(number, node, json.loads(self._store.get(f"report {node.ticket}")), now)
-            silence = now - node.since
+            # While this machine stood still, the others heard nothing of it, and ended their ranks.
+            silence = max(now - node.since, pause)
             if not self._elastic:
                 if has_come and not node.ended and silence > self._timeout:
                     self._failure = self._failure or no_answer(number, silence)
             elif not node.lost and silence > (LOST_S if has_come else self._timeout):
                 node.lost = True
                 say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
-                for rank in node.ranks.values():
+                for member, rank in node.ranks.items():
+                    if rank.returncode in (None, -signal.SIGKILL):
+                        self.lost.add(member)
                     if rank.returncode is None:
                         rank.send_signal(signal.SIGKILL)  # it runs if only the network failed
                         rank.returncode = -signal.SIGKILL

@@ -138,28 +138,31 @@ def _listen(addr: str, port: int) -> socket.socket:
 
 def _await_answer(addr: str, port: int, secret: bytes, timeout: float) -> tuple[str, int]:
     """Waits for machine 0, which may start last; returns the address that answers."""
-    end = time.monotonic() + timeout
+    end, refusals = time.monotonic() + timeout, 0
     while True:
+        # Looked at before the attempt, in which this machine may stand still.
+        is_last = time.monotonic() > end
         try:
-            patience = min(_ATTEMPT_S, max(0.1, end - time.monotonic()))
-            with socket.create_connection((addr, port), patience) as there:
-                prove(there, secret, end)
+            with socket.create_connection((addr, port), min(_ATTEMPT_S, timeout)) as there:
+                prove(there, secret, time.monotonic() + min(_PATIENCE_S, timeout))
                 host, port, *_ = there.getpeername()
                 return host, port
         except StrangerError as error:
-            # Something else listens there already, so waiting does not help.
-            raise UsageError(
-                f"{addr}:{port} does not answer as machine 0 does: {error}. Check {SECRET}, "
-                f"--master-addr and --master-port"
-            ) from error
+            # Machine 0 also closes a connection when it ends, or when this machine stood still.
+            refusals += 1
+            if refusals == 2:
+                raise UsageError(
+                    f"{addr}:{port} does not answer as machine 0 does: {error}. Check {SECRET}, "
+                    f"--master-addr and --master-port"
+                ) from error
         except OSError as error:
-            if time.monotonic() > end:
+            if is_last:
                 raise UsageError(
                     f"machine 0 did not answer at {addr}:{port} within {timeout:g} s "
                     f"({error.strerror or error}): start the command with --node-rank 0 there, and "
                     f"check --master-addr, --master-port and the firewall"
                 ) from error
-            time.sleep(_RETRY_S)
+        time.sleep(_RETRY_S)
 
 
 # The gate -----------------------------------------------------------------------------------------

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 # Seconds to connect once all have arrived; if one dies, gloo's retries take up to 5 times as long.
 # Doubled after each failure, for slow machines.
 _CONNECT_S = 0.5
-_STORE_TIMEOUT = timedelta(seconds=10)
+_GROUP_STORE_TIMEOUT = timedelta(seconds=10)
+# The agent answers while it lives, and ends its ranks when machine 0's no longer answers.
+_JOB_STORE_TIMEOUT = timedelta(days=1)
 _POLL_S = 0.005
 
 
@@ -42,16 +44,16 @@ class Meeting(NamedTuple):
     same_state: bool  # True if all have finished the same number of steps
 
 
-def _tcp_store() -> dist.TCPStore:
+def _tcp_store(timeout: timedelta) -> dist.TCPStore:
     # On machine 0; the agents of several machines share it.
     port = int(os.environ["MASTER_PORT"])
-    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_STORE_TIMEOUT)
+    return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
 
 
 def job_store() -> JobStore:
     """Returns the store for messages between this job's agent and its processes."""
     if MACHINE_0 in os.environ:
-        return JobStore(_tcp_store())
+        return JobStore(_tcp_store(_JOB_STORE_TIMEOUT))
     return JobStore(FileStore(Path(os.environ[RENDEZVOUS_FILE]).parent))
 
 
@@ -145,7 +147,8 @@ class Membership:
     def _group_store(self, generation: Generation) -> dist.Store:
         number = generation.number
         if MACHINE_0 in os.environ:
-            return dist.PrefixStore(f"generation {number}", _tcp_store())
+            store = _tcp_store(_GROUP_STORE_TIMEOUT)
+            return dist.PrefixStore(f"generation {number}", store)
         file = Path(os.environ[RENDEZVOUS_FILE]).with_name(f"store-{number}")
         return dist.FileStore(str(file), len(generation.members))
 

@@ -168,6 +168,10 @@ class Job:
         now = self.said.generation
         assert (now.number, now.members) == (int(number), [*map(int, members)])
 
+    def stands_still(self, seconds):
+        """The agent and its ranks, all at once."""
+        self.now += float(seconds)
+
     # Events of another machine.
 
     def hears(self, *more, end=None, ticket="7"):

@@ -252,6 +252,7 @@ class Link:
 
 GONE = "machine 0 no longer answers: all ranks here were stopped"
 SILENT = "machine 0 has not answered for 5 s: ending the ranks here"
+LONG = SILENT.replace("5 s", "70 s")
 TAKEN = "a newer command replaced this machine's: its ranks were stopped"
 OBEYING = {
     "the end": Case("hears | hears_the_end 3", 3, "TERM, TERM"),
@@ -262,6 +263,14 @@ OBEYING = {
     "machine 0 is silent for a while": Case(
         "hears | silence begins | wait 6 | silence ends | hears start 3 | wait 30",
         *(None, "KILL, KILL, TERM", (SILENT,)),
+    ),
+    "it stood still itself for longer than the timeout": Case(
+        "hears | silence begins | stands_still 70 | silence ends | hears start 3 | wait 30",
+        *(None, "KILL, KILL, TERM", (LONG,)),
+    ),
+    "and machine 0 is silent afterwards": Case(
+        "hears | silence begins | stands_still 70 | wait 39 | wait 2",
+        *(1, "KILL, KILL", (LONG, GONE)),
     ),
     "another agent of this machine": Case("hears | hears_of_another", 1, "", (TAKEN,)),
     # Machine 0 reads the first in a report, and has it sent to all.

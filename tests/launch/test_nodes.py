@@ -76,20 +76,20 @@ def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
     job.after(1)
     assert job.machines.signals == [15, 2]
     job.after(nodes.LOST_S)
-    assert not job.machines.is_lost(1)
+    assert not job.machines._nodes[1].lost
     state = job.after(1)
-    assert job.machines.is_lost(1)
+    assert job.machines._nodes[1].lost
     assert (job.ranks[1].wait(), job.ranks[2].wait()) == (3, -signal.SIGKILL)
     # Only the way to it may be gone: the one that still runs there must not continue.
     assert state["orders"]["1"][2:] == [["signal", 2, signal.SIGKILL]]
     job.most = 0
     job.reports({1: 3, 2: 0})
     job.after(1)
-    assert (job.machines.is_lost(1), job.joined) == (True, [])
+    assert (job.machines._nodes[1].lost, job.joined) == (True, [])
     # Others continue: it may join.
     job.most = 9
     job.after(1)
-    assert (job.machines.is_lost(1), job.joined) == (False, [1, 1])
+    assert (job.machines._nodes[1].lost, job.joined) == (False, [1, 1])
     assert job.ranks[2].poll() == -signal.SIGKILL
     job.machines.start(1, 3)
     assert job.after(1)["orders"]["1"][3:] == [["start", 3, 0]]
@@ -100,13 +100,13 @@ def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
 
 def test_a_machine_may_be_started_late(unmet, capfd):
     unmet.after(60)
-    assert not unmet.machines.is_lost(1)
+    assert not unmet.machines._nodes[1].lost
     unmet.after(1)
-    assert unmet.machines.is_lost(1)
+    assert unmet.machines._nodes[1].lost
     assert unmet.ranks[1].poll() == -signal.SIGKILL
     assert unmet.comes(1, 1, 2, lr="0.2") == WRONG_RATE
     assert unmet.comes(1, 1, 2) == ""
-    assert (unmet.machines.is_lost(1), unmet.joined) == (False, [1, 1])
+    assert (unmet.machines._nodes[1].lost, unmet.joined) == (False, [1, 1])
     # It knows nothing of the ranks that it did not start.
     assert unmet.after(1)["orders"] == {"2": []}
     assert capfd.readouterr().err.splitlines()[1:] == ["machine 1 joined"]
@@ -118,7 +118,7 @@ def test_two_agents_of_one_machine(job):
     assert job.comes(1, 1, 2) is None
     job.hears_for_a_while()
     assert job.answer() == "--node-rank 1 was given on two machines"
-    assert not job.machines.is_lost(1)
+    assert not job.machines._nodes[1].lost
 
 
 def test_a_machine_that_is_new(job, capfd):
@@ -176,6 +176,29 @@ def test_a_machine_that_is_silent_and_one_that_has_ended(together):
     assert together.machines.failure() == lost
     together.now += 100
     assert together.machines.failure() == lost
+
+
+def test_machine_0_stands_still_as_the_job_ends(job, monkeypatch):
+    pauses = [70.0, 0.1]
+
+    def sleep(seconds):
+        job.now += pauses.pop(0) if pauses else seconds
+        if not pauses:  # until now the other agent could not hear of the end
+            job.reports({1: 0, 2: 0}, left=True)
+
+    monkeypatch.setattr(nodes.time, "sleep", sleep)
+    job.machines.close(3)
+    assert (pauses, json.loads(job.store.get("job"))["end"]) == ([], 3)
+
+
+def test_ranks_that_end_because_machine_0_stood_still_are_lost_with_their_machine(job):
+    job.reports({1: None, 2: None})
+    job.after(1)
+    job.reports({1: -signal.SIGKILL, 2: None})  # as its agent ends them
+    job.now += 6
+    job.machines.exchange()
+    assert job.machines.lost == {1, 2}
+    assert [rank.poll() for rank in job.ranks.values()] == [-signal.SIGKILL] * 2
 
 
 def until(holds):

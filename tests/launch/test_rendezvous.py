@@ -79,6 +79,32 @@ def test_a_machine_0_that_does_not_answer_is_one_line_in_time(machine, port, mon
         assert told == absent.format(port, "timed out")
 
 
+def test_a_proof_that_comes_too_late_is_no_wrong_secret(machine, port):
+    def closes_the_first(gate):
+        with gate, gate.accept()[0] as connection:
+            connection.sendall(rendezvous._GREETING + bytes(32))
+            # Then it has waited for a proof for long enough.
+            rendezvous._receive(connection, len(rendezvous._GREETING) + 64, time.monotonic() + 30)
+
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(closes_the_first, socket.create_server((HERE, port)))
+        began = pool.submit(lambda: closed.result() or machine(0))
+        machine(1)
+        began.result(10)
+
+
+def test_a_machine_that_stood_still_while_it_waited_tries_once_more(machine, port, monkeypatch):
+    clock = Mock(wraps=time)
+    monkeypatch.setattr(rendezvous, "time", clock)
+
+    def stands_still(_):
+        clock.monotonic, clock.sleep = (lambda: time.monotonic() + 100), time.sleep
+        machine(0)
+
+    clock.sleep = stands_still
+    machine(1)  # with a timeout of 30 s
+
+
 # The proof that two machines know the same secret, on one end of a connection and on the other ----
 
 

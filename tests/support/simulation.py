@@ -16,7 +16,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -25,220 +25,28 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common.errors import CommunicationError, UsageError
-from ddp_from_scratch.launch import agent, elastic_agent, fork_server, nodes
+from ddp_from_scratch.launch import agent, elastic_agent, fork_server, nodes, rendezvous
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, JobStore, NodeAgent
+from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER
 from ddp_from_scratch.launch.nodes import Job, Link, Nodes
 from ddp_from_scratch.world import elastic
 from ddp_from_scratch.world.elastic import ElasticRun
+from tests.support.simulated import (
+    TIMEOUT_S,
+    Channel,
+    Connection,
+    Group,
+    Killed,
+    Optimizer,
+    Process,
+    Store,
+    Task,
+    Work,
+)
 
-STEPS, STEP_S, MAX_RESTARTS = 12, 0.5, 4
+STEPS, STEP_S, MAX_RESTARTS = 12, 1.0, 4
+SECRET = b"known to all machines"
 LIMIT_S = 600.0  # of virtual time: a job that lasts longer waits for ever
-
-
-class Killed(BaseException):
-    pass
-
-
-class NoStore(RuntimeError):
-    """What torch's store raises once machine 0's agent is gone, and with it the job."""
-
-
-class Process:
-    """An agent or a rank, as a `Child` of its agent; the system ends it with its parent."""
-
-    def __init__(self, sim: "Simulation", machine: int, environ: Any = None) -> None:
-        self.sim, self.machine, self.environ, self.pid = sim, machine, environ, None
-        self.alive, self.stopped, self.code = True, False, None
-        self.children: list[Process] = []
-        self.joined: list[Group] = []
-        self.group: Any = None
-        self.rank = self.rounds = 0  # in this group: its number, and its collectives so far
-        self.is_broken: Callable[[], bool] = lambda: False
-
-    def end(self, code: int) -> None:
-        if self.alive:
-            self.alive, self.code = False, code
-            for group in self.joined:
-                group.dead.append(self)
-            for child in self.children:
-                child.end(-signal.SIGKILL)
-
-    def poll(self) -> int | None:
-        self.sim.check_alive()
-        return self.code
-
-    def wait(self) -> int:
-        while self.poll() is None:
-            self.sim.sleep(0.01)
-        return self.code
-
-    def kill(self) -> None:
-        self.end(-signal.SIGKILL)
-
-    def send_signal(self, number: int) -> None:
-        self.sim.check_alive()
-        if number == signal.SIGKILL or not self.stopped:
-            self.end(-number)
-
-
-class Channel:
-    """One end of the pipe between an agent and its fork server."""
-
-    def __init__(self, sim: "Simulation", other: "Channel | None" = None) -> None:
-        self.owner = sim.process
-        self.received: list[Any] = []
-        self.other = other or Channel(sim, self)
-
-    def send(self, message: Any) -> None:
-        if not (self.owner.alive and self.other.owner.alive):
-            raise OSError
-        self.other.received.append(message)
-
-    def poll(self) -> bool:
-        return bool(self.received) or not self.other.owner.alive
-
-    def recv(self) -> Any:
-        if not self.received:
-            raise EOFError
-        return self.received.pop(0)
-
-    def fileno(self) -> int:
-        return 0
-
-    def __enter__(self) -> "Channel":
-        return self
-
-    def close(self, *_: object) -> None:
-        pass
-
-    __exit__ = close
-
-
-class Task:
-    def __init__(self, process: Process, function: Callable[[], Any], is_main: bool = True) -> None:
-        self.process, self.wakes, self.done = process, process.sim.now, False
-        self.go = threading.Semaphore(0)
-        self._function, self._is_main = function, is_main
-
-    def start(self) -> None:
-        self.process.sim.tasks.append(self)
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def join(self, seconds: float) -> None:
-        sim = self.process.sim
-        ends = sim.now + seconds
-        while not self.done and sim.now < ends:
-            sim.sleep(0.01)
-
-    def _run(self) -> None:
-        sim = self.process.sim
-        self.go.acquire()
-        try:
-            sim.check_alive()
-            code = self._function()
-            if self._is_main:
-                self.process.end(code)
-        except Killed:
-            pass
-        except (NoStore, UsageError):  # the job is over, or refuses this machine
-            self.process.end(1)
-        except Exception as error:  # noqa: BLE001
-            sim.wrong.append(f"{type(error).__name__}: {error}")
-            self.process.end(1)
-        finally:
-            self.done = True
-            sim.baton.release()
-
-
-class Store:
-    """A machine's way to the store, which machine 0's agent serves; waits while it is cut off."""
-
-    def __init__(self, process: Process) -> None:
-        self._process = process
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            sim = self._process.sim
-            sim.messages += 1
-            sim.maybe_pause()
-            while self._process.machine in sim.cut or sim.agents[0].stopped:
-                sim.sleep(0.05)
-            if not sim.agents[0].alive:
-                raise NoStore
-            assert name != "get" or sim.data.check([*arguments]), arguments  # else it would wait
-            return getattr(sim.data, name)(*arguments)
-
-        return call
-
-
-class Group:
-    def __init__(self, number: int, size: int) -> None:
-        self.number, self.size = number, size
-        self.members: dict[int, Process] = {}
-        self.dead: list[Process] = []
-        self.left: set[int] = set()
-        self.rounds: dict[int, dict[int, Any]] = {}
-        self.done: set[int] = set()
-
-    set_timeout = Mock()
-
-
-class Work:
-    """A collective: each rank gives a value, and gets those of all."""
-
-    def __init__(self, sim: "Simulation", value: Any, result: Callable[[list[Any]], Any]) -> None:
-        self._sim, self._process, self._result = sim, sim.process, result
-        self._group, self._number = self._process.group, self._process.rounds
-        self._process.rounds += 1
-        self._given = self._group.rounds.setdefault(self._number, {})
-        self._given[self._process.rank] = value
-        self._complete()
-
-    def _complete(self) -> None:
-        sim, group = self._sim, self._group
-        is_given = len(self._given) == group.size and not group.left
-        if self._number not in group.done and is_given and sim.reach_all(self._process, group):
-            group.done.add(self._number)
-            if group.number < sim.newest:
-                sim.wrong.append(f"generation {group.number} continues beside {sim.newest}")
-            sim.newest = group.number
-
-    def wait(self) -> Any:
-        sim, group, looked = self._sim, self._group, self._sim.now
-        while True:
-            sim.sleep(sim.random.uniform(0.001, 0.005))
-            self._complete()
-            gone = group.left or any(sim.reach(self._process, other) for other in group.dead)
-            # On some ranks a collective fails that has ended well on others.
-            if self._number in group.done and not (gone and sim.random.random() < 0.3):
-                return self._result([self._given[rank] for rank in range(group.size)])
-            if gone:
-                raise CommunicationError("connection closed by peer")
-            if sim.now - looked > 0.5:
-                looked = sim.now
-                if self._process.is_broken():
-                    raise CommunicationError("a rank of the group was lost")
-
-
-class Optimizer:
-    """Its state, beside the step, is a number that depends on every step before."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._hooks: list[Callable[..., None]] = []
-        self.register_step_post_hook = self._hooks.append
-
-    def step(self, by: int) -> None:
-        self.value = (3 * self.value + by) % 1_000_003
-        for hook in self._hooks:
-            hook()
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
 
 
 # What the simulation stands for: a module, or the function of this name that it has.
@@ -247,7 +55,8 @@ REPLACED = {
     elastic_agent: "time say",
     nodes: "time say threading",
     fork_server: "time os subprocess Pipe",
-    elastic: "time os dist job_store replace_group close_default_group set_failure_detector "
+    rendezvous: "time socket",
+    elastic: "time os dist replace_group close_default_group set_failure_detector "
     "abort_on_lost_rank broadcast_state",
 }
 
@@ -267,7 +76,8 @@ class Simulation:
         self.ranks: list[Process] = []
         self.cut: set[int] = set()  # machines
         self.said: list[str] = []  # by the agents
-        self.say = self.said.append
+        self.failures = 0  # of single ranks, which count towards `MAX_RESTARTS`
+        self.away: list[tuple[int, float, float]] = []  # machines: since when, and for how long
         self.wrong: list[str] = []  # what should not have happened
         self.values: dict[int, int] = {}  # by step, the optimizer's state before it
         self.newest = 0  # the last generation that has finished a collective
@@ -291,7 +101,26 @@ class Simulation:
         self.code = self.agents[0].code
         if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank with trained state is left
             self.wrong.append(f"the job ended with {self.code}")
+        counted = sum("(failure " in text for text in self.said)
+        if counted > self.failures:
+            self.wrong.append(f"{counted} failures, and {self.failures} of single ranks")
         return self
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+        if text.startswith("machine 0 no longer answers"):
+            self.note_that_one_gives_up(text)
+
+    def note_that_one_gives_up(self, text: str) -> None:
+        """Which is wrong, unless machine 0 was away for longer, or ended while this one was."""
+        zero, here = self.agents[0], self.process.machine
+        for machine, since, seconds in self.away:
+            until = since + 1.2 * seconds + 1  # `sleep` may take longer
+            misses_the_end = not zero.alive and since < zero.ended_at < until + nodes.LOST_S
+            if (machine == here and misses_the_end) or (not machine and until - since > TIMEOUT_S):
+                return
+        if zero.code != -signal.SIGKILL:
+            self.wrong.append(f"machine {here} gives up at {self.now:.1f}: {text}")
 
     @property
     def process(self) -> Process:
@@ -327,13 +156,16 @@ class Simulation:
 
     def _agent(self, process: Process) -> int:
         number, store = process.machine, Store(process)
-        arguments = ["true"], lambda member: {"DDP_MEMBER": str(member)}
+        common = {MACHINE_0: "", "MASTER_PORT": "1"}
+        arguments = ["true"], lambda member: common | {MEMBER: str(member)}
+        job = Job(self.counts, True, {})
         if number:
-            link: Any = Link(store, number, Job(self.counts, True, {}), 60.0)
+            rendezvous._await_answer("machine 0", 1, SECRET, TIMEOUT_S)
+            link: Any = Link(store, number, job, TIMEOUT_S)
             return NodeAgent(*arguments, (), peers=link).run()
-        others = Nodes(store, Job(self.counts, True, {}), 60.0) if len(self.counts) > 1 else None
-        job: Any = {"counts": self.counts, "max_restarts": MAX_RESTARTS, "store": JobStore(store)}
-        return ElasticAgent(*arguments, range(sum(self.counts)), peers=others, **job).run()
+        others = Nodes(store, job, TIMEOUT_S) if len(self.counts) > 1 else None
+        mine: Any = {"counts": self.counts, "max_restarts": MAX_RESTARTS, "store": JobStore(store)}
+        return ElasticAgent(*arguments, range(sum(self.counts)), peers=others, **mine).run()
 
     def _rank(self, process: Process) -> int:
         self.sleep(self.random.uniform(0.0, 1.0))  # it imports
@@ -378,20 +210,27 @@ class Simulation:
             ranks = [rank for rank in self.ranks if rank.alive]
             others = [number for number in self.agents if number]
             kinds = ["kill", "kill", "stop"] * 3
-            kinds += ["cut", "off", "again", "freeze"] * 3 * bool(others)
+            kinds += ["cut", "off", "again", "freeze", "freeze at the end"] * 3 * bool(others)
             kind = self.random.choice([*kinds, "end"])
             if kind in ("kill", "stop") and ranks:
+                self.failures += 1
                 rank = self.random.choice(ranks)
                 rank.stopped = kind == "stop"
                 if kind == "kill":
                     rank.end(-signal.SIGKILL)
             elif kind == "cut":
-                machine = self.random.choice(others)
+                machine, seconds = self.random.choice(others), self.random.uniform(0.5, 8.0)
+                self.away.append((machine, self.now, seconds))
                 self.cut.add(machine)
-                self.sleep(self.random.uniform(0.5, 12.0))
+                self.sleep(seconds)
                 self.cut.discard(machine)
             elif kind == "freeze":
                 self._freeze(self.random.choice([*self.agents]))
+            elif kind == "freeze at the end":
+                while self.agents[0].alive and not any(rank.code == 0 for rank in self.ranks):
+                    self.sleep(0.05)
+                self.sleep(self.random.uniform(0.0, 0.2))
+                self._freeze(self.random.choice([0, *self.agents]))
             elif kind in ("off", "again"):
                 machine = self.random.choice(others)
                 self.agents[machine].end(-signal.SIGKILL)
@@ -402,14 +241,21 @@ class Simulation:
                 self.agents[0].end(-signal.SIGKILL)
 
     def _freeze(self, machine: int) -> None:
-        """Stops all processes of a machine for a while, wherever they are."""
-        here = {task.process for task in self.tasks if task.process.machine == machine}
+        """Stops all processes of a machine for a while, or its agent alone, wherever they are."""
+        here = [*dict.fromkeys(t.process for t in self.tasks if t.process.machine == machine)]
+        if self.random.random() < 0.3:
+            here = [self.agents[machine]]
         frozen = [process for process in here if process.alive and not process.stopped]
+        frozen.sort(key=lambda _: self.random.random())
+        seconds = self.random.choice([self.random.uniform(0.5, 9.0), 14.0])
+        self.away.append((machine, self.now, seconds))
         for process in frozen:
             process.stopped = True
-        self.sleep(self.random.choice([self.random.uniform(0.5, 12.0), 70.0]))
+            self.sleep(self.random.uniform(0.0, 0.01))
+        self.sleep(seconds)
         for process in frozen:
             process.stopped = False
+            self.sleep(self.random.uniform(0.0, 0.01))
 
     def _serve(self, requests: Channel) -> int:
         """A fork server, as `fork_server.serve`."""
@@ -484,8 +330,22 @@ class Simulation:
     def environ(self) -> Any:
         return self.process.environ
 
-    def job_store(self) -> JobStore:
-        return JobStore(Store(self.process))
+    def TCPStore(self, *_: Any, is_master: bool, timeout: Any) -> Store:
+        return Store(self.process, timeout.total_seconds())
+
+    def create_connection(self, *_: Any) -> Connection:
+        if not self.agents[0].alive:
+            raise ConnectionRefusedError
+        mine = Connection(self)
+
+        def admit() -> None:
+            with suppress(OSError, rendezvous.StrangerError):
+                rendezvous.check(mine.other, SECRET)
+                return
+            mine.other.__exit__()
+
+        Task(self.agents[0], admit, is_main=False).start()
+        return mine
 
     def replace_group(self, world: Any, number: int, rank: int, machines: Any, timeout: Any) -> Any:
         process, ends = self.process, self.now + timeout.total_seconds()
