@@ -74,6 +74,8 @@ class ViewBucket(Bucket):
     def pack(self, scale: float) -> Collection[int]:
         if self.state is not BucketState.FILLING:
             raise self._again()
+        if len(self._packed) == len(self.members):
+            return ()  # each was packed when it was ready
         gradients = [*map(gradient_of, self._parameters)]
         if not (self._packed or self.unused or self.shared) and self._are_new(gradients):
             self._copy_scaled(self.views, gradients, scale)
