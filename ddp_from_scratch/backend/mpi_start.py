@@ -35,7 +35,7 @@ def start() -> None:
         if not settings[0]:  # the program itself has started MPI
             importlib.import_module("mpi4py.MPI")
             return
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, settings[1] is not False
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
         try:
             from mpi4py import MPI
         finally:
@@ -51,9 +51,22 @@ def start() -> None:
     library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
     if code := library.MPI_Init_thread(None, None, level, ctypes.byref(provided)):
         raise UsageError(f"MPI does not start: MPI_Init_thread returned {code}")
+    if settings[1] is not False:
+        atexit.register(_finalize_after_python, library, os.getpid())
     if mpi4py.rc.errors == "exception":  # mpi4py's default; MPI's own is to abort
         for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
             communicator.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def _finalize_after_python(library: ctypes.CDLL, started_by: int) -> None:
+    """Makes Python finalize MPI once its objects are gone, as mpi4py does.
+
+    mpi4py does so in a forked process, too, which hangs there or ends its parent's MPI.
+    """
+    finalized = ctypes.c_int()
+    library.MPI_Finalized(ctypes.byref(finalized))
+    if os.getpid() == started_by and not finalized:
+        ctypes.pythonapi.Py_AtExit(library.MPI_Finalize)
 
 
 # A group that opens late --------------------------------------------------------------------------
