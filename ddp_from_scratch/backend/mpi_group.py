@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.collectives import CollectivesGroup
-from ddp_from_scratch.backend.mpi_start import start
+from ddp_from_scratch.backend.mpi_start import ending, start
 from ddp_from_scratch.backend.operations import check_memory
 from ddp_from_scratch.backend.process_group import Tensors
 from ddp_from_scratch.backend.transport import flat_bytes, write_back
@@ -359,8 +359,12 @@ def create_subgroup(
 ) -> ProcessGroupMPI:
     """Makes a group of some ranks of `whole`. Only these ranks call it."""
     _require_rank()
-    communicator = whole.Create_group(whole.Get_group().Incl(list(ranks)))
-    try:
-        return ProcessGroupMPI(communicator, timeout)
-    finally:
-        communicator.Free()  # the group has a duplicate
+    members = whole.Get_group().Incl(list(ranks))
+    named = list(MPI.Group.Translate_ranks(members, None, MPI.COMM_WORLD.Get_group()))
+    late = f"ranks {named} to make a group: not all have called new_group or split_group"
+    with ending(f"rank {MPI.COMM_WORLD.rank}", timeout, lambda: late):
+        communicator = whole.Create_group(members)
+        try:
+            return ProcessGroupMPI(communicator, timeout)
+        finally:
+            communicator.Free()  # the group has a duplicate
