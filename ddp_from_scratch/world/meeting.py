@@ -17,7 +17,7 @@ from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import Placement
 
-_LOOK_S = 0.5  # at most, between two looks at whether the others have come or report an error
+_LOOK_S = 0.5  # at most, between two looks at whether the others arrived or report an error
 _GRACE_S = 3.0  # for the other ranks to read the error, since rank 0 may keep the store
 
 
