@@ -27,10 +27,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.collectives import CollectivesGroup
-from ddp_from_scratch.backend.mpi_start import start
+from ddp_from_scratch.backend.mpi_start import ending, start
 from ddp_from_scratch.backend.operations import check_memory
 from ddp_from_scratch.backend.process_group import Tensors
 from ddp_from_scratch.backend.transport import flat_bytes, write_back
+from ddp_from_scratch.backend.work import FORKED
 from ddp_from_scratch.common.errors import CommunicationError, UsageError
 
 start()
@@ -43,6 +44,7 @@ if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         f"starts MPI, or use an MPI library built with threads"
     )
 
+_process = os.getpid()  # which alone may call MPI; a fork of it may not
 _failed = False
 
 
@@ -220,6 +222,11 @@ def progress() -> float:
     return PAUSE if _under_way else math.inf
 
 
+def _require_rank() -> None:
+    if os.getpid() != _process:
+        raise RuntimeError(FORKED)
+
+
 _LAST_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
 
 
@@ -265,6 +272,7 @@ class ProcessGroupMPI(CollectivesGroup):
     # Messages ------------------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> P2PWork:
+        _require_rank()
         (tensor,) = tensors
         check_memory("mpi", "send", tensor)
         dense = tensor.contiguous()  # may be a copy, which the handle keeps
@@ -274,6 +282,7 @@ class ProcessGroupMPI(CollectivesGroup):
         return P2PWork(name, self._timeout, request, dense)
 
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> P2PWork:
+        _require_rank()
         (tensor,) = tensors
         check_memory("mpi", "recv", written=[tensor])
         dense = tensor.contiguous()
@@ -329,8 +338,8 @@ class ProcessGroupMPI(CollectivesGroup):
     # Lifetime ------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """Ends the worker thread and frees the communicator. Idempotent."""
-        if self._communicator == MPI.COMM_NULL:
+        """Ends the worker thread and frees the communicator. Idempotent; a no-op in a fork."""
+        if self._communicator == MPI.COMM_NULL or os.getpid() != _process:
             return
         # First, so a second call has nothing to do even if this one fails.
         communicator, self._communicator = self._communicator, MPI.COMM_NULL
@@ -349,8 +358,13 @@ def create_subgroup(
     whole: MPI.Intracomm, ranks: Sequence[int], timeout: timedelta
 ) -> ProcessGroupMPI:
     """Makes a group of some ranks of `whole`. Only these ranks call it."""
-    communicator = whole.Create_group(whole.Get_group().Incl(list(ranks)))
-    try:
-        return ProcessGroupMPI(communicator, timeout)
-    finally:
-        communicator.Free()  # the group has a duplicate
+    _require_rank()
+    members = whole.Get_group().Incl(list(ranks))
+    named = list(MPI.Group.Translate_ranks(members, None, MPI.COMM_WORLD.Get_group()))
+    late = f"ranks {named} to make a group: not all have called new_group or split_group"
+    with ending(f"rank {MPI.COMM_WORLD.rank}", timeout, lambda: late):
+        communicator = whole.Create_group(members)
+        try:
+            return ProcessGroupMPI(communicator, timeout)
+        finally:
+            communicator.Free()  # the group has a duplicate

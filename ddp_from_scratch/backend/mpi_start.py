@@ -1,4 +1,4 @@
-"""Start of MPI, which must not begin with an import, and must end if a rank never comes.
+"""Start of MPI, which must not begin with an import, and the end of a wait for a rank in MPI.
 
 A worker of a data loader imports the modules of its program again, and would start an MPI of its
 own. So nothing imports this module before a group opens.
@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 
@@ -35,7 +35,7 @@ def start() -> None:
         if not settings[0]:  # the program itself has started MPI
             importlib.import_module("mpi4py.MPI")
             return
-        mpi4py.rc.initialize, mpi4py.rc.finalize = False, settings[1] is not False
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
         try:
             from mpi4py import MPI
         finally:
@@ -51,9 +51,22 @@ def start() -> None:
     library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
     if code := library.MPI_Init_thread(None, None, level, ctypes.byref(provided)):
         raise UsageError(f"MPI does not start: MPI_Init_thread returned {code}")
+    if settings[1] is not False:
+        atexit.register(_finalize_after_python, library, os.getpid())
     if mpi4py.rc.errors == "exception":  # mpi4py's default; MPI's own is to abort
         for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
             communicator.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def _finalize_after_python(library: ctypes.CDLL, started_by: int) -> None:
+    """Makes Python finalize MPI once its objects are gone, as mpi4py does.
+
+    mpi4py does so in a forked process, too, which hangs there or ends its parent's MPI.
+    """
+    finalized = ctypes.c_int()
+    library.MPI_Finalized(ctypes.byref(finalized))
+    if os.getpid() == started_by and not finalized:
+        ctypes.pythonapi.Py_AtExit(library.MPI_Finalize)
 
 
 # A group that opens late --------------------------------------------------------------------------
@@ -63,25 +76,34 @@ _came: list[socket.socket] = []  # one for each job; open while this process liv
 
 @contextmanager
 def within(timeout: timedelta, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Ends this process with exit code 2 and a line if the block takes longer than the timeout.
-
-    No exception can do that: MPI's own start does not return.
-    """
+    """Ends this process if a default group takes longer than the timeout to open."""
     rank = _number(environ, "OMPI_COMM_WORLD_RANK", "PMI_RANK")
     size = _number(environ, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     if rank is not None and not _came:
         _announce(_place(environ, rank))
 
-    def end() -> None:
-        seconds = timeout.total_seconds()
+    def late() -> str:
         missing = [other for other in range(size or 0) if not _is_there(_place(environ, other))]
         names = ""
         if missing and len(missing) < (size or 0) and _is_one_machine(environ, size):
             names = f"; missing: {missing}"
-        who = "this process" if rank is None else f"rank {rank}"
         everyone = f"all {size} ranks" if size else "all ranks"
-        text = f"{who} waited {seconds:g} s, its timeout, for {everyone} to open their group"
-        sys.stderr.write(f"{text}: not all have started{names}\n")
+        return f"{everyone} to open their group: not all have started{names}"
+
+    with ending("this process" if rank is None else f"rank {rank}", timeout, late):
+        yield
+
+
+@contextmanager
+def ending(who: str, timeout: timedelta, late: Callable[[], str]) -> Iterator[None]:
+    """Ends this process with exit code 2 and a line if the block takes longer than the timeout.
+
+    No exception can do that: a call of MPI does not return. `late` names what was waited for.
+    """
+
+    def end() -> None:
+        text = f"{who} waited {timeout.total_seconds():g} s, its timeout, for {late()}\n"
+        sys.stderr.write(text)
         sys.stderr.flush()
         os._exit(2)
 

@@ -19,6 +19,8 @@ from ddp_from_scratch.common.errors import CommunicationError, NoSharedMemory
 
 Result = list[torch.Tensor]
 
+FORKED = "this process was forked from a rank, which alone may do this"  # an error's text
+
 
 @dataclass(slots=True)
 class Operation:
@@ -142,7 +144,7 @@ class Worker:
         """Runs `run` in its turn, in this thread if `at_once` allows, then completes `work`."""
         if self._forked:
             # Not raised here: torch would look this group up to log it, and fail to find it.
-            work.fail(RuntimeError("this process was forked from a rank, which alone may do this"))
+            work.fail(RuntimeError(FORKED))
             return work
         if self._closed:
             raise RuntimeError("the process group is closed")

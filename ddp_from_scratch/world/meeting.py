@@ -17,7 +17,7 @@ from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import Placement
 
-_LOOK_S = 0.5  # between two looks at whether another rank has reported an error
+_LOOK_S = 0.5  # at most, between two looks at whether the others arrived or report an error
 _GRACE_S = 3.0  # for the other ranks to read the error, since rank 0 may keep the store
 
 
@@ -66,21 +66,16 @@ class Meeting:
         keys = [f"{name} {rank}" for rank in range(self._placement.world_size)]
         self._store.set(keys[self._placement.rank], value)
         end = time.monotonic() + self._timeout.total_seconds()
-        while True:
-            left = max(end - time.monotonic(), 0.001)
-            try:
-                self._store.wait(keys, timedelta(seconds=min(left, _LOOK_S)))
-                return [self._store.get(key).decode() for key in keys]
-            except dist.DistNetworkError:
-                raise
-            except RuntimeError as error:
-                self._look_for_errors()
-                if time.monotonic() < end:
-                    continue
+        nap = 0.01
+        # Not `store.wait`: torch prints two warnings each time that it ends without the keys.
+        while not self._store.check(keys):
+            self._look_for_errors()
+            if time.monotonic() > end:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise LateError(
-                    f"{waited(self._placement, self._timeout)}; missing: {missing}"
-                ) from error
+                raise LateError(f"{waited(self._placement, self._timeout)}; missing: {missing}")
+            time.sleep(nap)
+            nap = min(2 * nap, _LOOK_S)  # seldom in the end, since each rank asks for all keys
+        return [self._store.get(key).decode() for key in keys]
 
     @contextmanager
     def telling_all(self) -> Iterator[None]:

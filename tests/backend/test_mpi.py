@@ -132,6 +132,26 @@ def test_a_rank_that_never_comes(backend):
         run.assert_nobody_left()
 
 
+NO_NEW_GROUP = """
+import signal
+from datetime import timedelta
+import torch.distributed as dist
+import ddp_from_scratch as ddp
+with ddp.process_group("mpi", timeout=100.0) as world:
+    if world.rank == 1:
+        signal.pause()
+    dist.new_group([0, 1], timeout=timedelta(seconds=1))
+"""
+
+
+def test_a_rank_that_makes_no_new_group():
+    with Run("mpirun", "-n", "2", sys.executable, "-c", NO_NEW_GROUP) as run:
+        assert run.wait() == 2, run.text
+        told = "rank 0 waited 1 s, its timeout, for ranks [0, 1] to make a group: not all have "
+        assert told + "called new_group or split_group" in run.err
+        run.assert_nobody_left()
+
+
 OF_WORKERS = """
 import multiprocessing, subprocess, sys
 import ddp_from_scratch.mpi

@@ -136,6 +136,7 @@ def test_a_group_leaves_nothing_is_opened_again_and_closed_at_exit(launcher, ran
 
 
 FORKS = """
+    import multiprocessing
     import os
     import sys
 
@@ -164,21 +165,61 @@ FORKS = """
             _, status = os.waitpid(child, 0)
             assert os.waitstatus_to_exitcode(status) == code
             dist.barrier()
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            assert pool.map(abs, [-1]) == [1]
+        reducer.average_gradients()
         print(f"end {world.rank}\\n", end="", flush=True)
 
-    if sys.argv[1:]:
-        with ddp.process_group("gloo", timeout=30) as world:
+    if sys.argv[2:]:
+        with ddp.process_group(sys.argv[1], timeout=30) as world:
             run(world)
     else:
-        run(ddp.process_group("gloo", timeout=30))
+        run(ddp.process_group(sys.argv[1], timeout=30))
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shares memory")
 @pytest.mark.parametrize("block", [True, slow(False)])
-def test_a_process_that_a_rank_forks_leaves_the_group_alone(block, tmp_path):
+@pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), ("mpirun", "mpi")])
+def test_a_process_that_a_rank_forks_leaves_the_group_alone(launcher, backend, block, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(FORKS))
-    with Run(*LAUNCHERS["start_ranks"], str(program), *["block"] * block) as run:
+    with Run(*LAUNCHERS[launcher], str(program), backend, *["block"] * block) as run:
         assert run.wait() == 0, run.text
         assert sorted(run.out.splitlines()) == ["end 0", "end 1"]
+
+
+USES_MPI_IN_A_FORK = """
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    import ddp_from_scratch as ddp
+
+    with ddp.process_group("mpi", timeout=30) as world:
+        other, tensor = 1 - world.rank, torch.ones(1)
+        child = os.fork()
+        if child == 0:
+            calls = (dist.send, tensor, other), (dist.recv, tensor, other), (dist.new_group, [0, 1])
+            for call, *arguments in calls:
+                try:
+                    call(*arguments)
+                except RuntimeError as error:
+                    assert "this process was forked from a rank" in str(error), error
+                else:
+                    raise SystemExit(4)
+            dist.destroy_process_group()
+            raise SystemExit(3)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 3
+        dist.all_reduce(tensor, group=dist.new_group([0, 1]))
+        assert tensor.item() == 2
+"""
+
+
+def test_a_process_that_a_rank_forks_cannot_use_its_mpi(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(USES_MPI_IN_A_FORK))
+    with Run(*LAUNCHERS["mpirun"], str(program)) as run:
+        assert run.wait() == 0, run.text

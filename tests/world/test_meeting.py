@@ -1,6 +1,8 @@
 """Ranks that compare their views of the job in a store. Threads stand for ranks."""
 
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import timedelta
 
 import pytest
@@ -9,6 +11,7 @@ import torch.distributed as dist
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch.environment import Placement
 from ddp_from_scratch.world.meeting import Arrival, Meeting
+from tests.support.failing_run import RUN_PY, Run
 from tests.support.refusal import refusal
 
 LONG = timedelta(seconds=15)
@@ -112,3 +115,53 @@ def test_missing_ranks_and_another_backend_are_named():
     assert "backend is gloo on rank 0 and nccl on rank 2: it must" in refusal(attend, 2, "nccl")
     for rank in range(2):
         assert attend(rank) == places[rank]
+
+
+def test_waiting_for_a_rank_prints_nothing(capfd):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    meeting = Meeting(store, pod(0, 2), timedelta(seconds=0.1))
+    assert refusal(meeting.attend, view(pod(0, 2))).endswith("missing: [1]")
+    assert capfd.readouterr() == ("", "")
+
+
+# Processes with the variables that torch's env:// reads, as Kubeflow starts them:
+
+TELLS = """
+import torch
+import torch.distributed as dist
+import ddp_from_scratch as ddp
+with ddp.process_group("gloo", timeout=100) as world:
+    tensor = torch.tensor(world.rank + 1)
+    dist.all_reduce(tensor)
+    print(tensor.item(), world.local_rank, world.local_world_size)
+"""
+
+
+def run_pods(command, of_rank_1):
+    """Runs two processes; returns of each its exit code, output and lines of errors."""
+    probe = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = str(probe.port)
+    del probe
+    both = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with ExitStack() as stack:
+        pods = [{"RANK": "0"}, {"RANK": "1"} | of_rank_1]
+        runs = [stack.enter_context(Run(*command, **both | own)) for own in pods]
+        return [(run.wait(), run.out, run.err.splitlines()) for run in runs]
+
+
+def test_processes_with_rank_and_world_size_alone():
+    assert run_pods([sys.executable, "-c", TELLS], {}) == [(0, "3 0 2\n", []), (0, "3 1 2\n", [])]
+
+
+@pytest.mark.parametrize(
+    ("of_rank_1", "told"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "bond1"}, "GLOO_SOCKET_IFNAME has bond1, an interface that"),
+        ({"WORLD_SIZE": "3"}, "the world size is 2 on rank 0 and 3 on rank 1: WORLD_SIZE must"),
+    ],
+)
+def test_processes_that_differ_all_say_so_in_one_line(of_rank_1, told):
+    command = [sys.executable, RUN_PY, "--epochs", "1", "--quiet"]
+    for code, out, errors in run_pods(command, of_rank_1):
+        assert (code, out, len(errors)) == (2, "", 1), errors
+        assert errors[0].startswith(f"error: {told}")
