@@ -1,7 +1,9 @@
 """Extensions of a program's own: when they are called, and that others cost nothing."""
 
+import pytest
+
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.extension import Check, Extension
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, own
 
@@ -59,3 +61,37 @@ def test_an_extension_that_takes_itself_off_hides_no_other(world):
     for _ in range(3):
         step(model, world)
     assert called.count("on_average") == 3
+
+
+class Verdicts(Check):
+    def __init__(self, name, asked, early, late):
+        self.name, self.asked = name, asked
+        self.early, self.late = early, late
+
+    def verdict(self):
+        self.asked.append(f"{self.name} early")
+        return RuntimeError(self.name) if self.early else None
+
+    def late_verdict(self):
+        self.asked.append(f"{self.name} late")
+        return RuntimeError(f"{self.name} late") if self.late else None
+
+
+@pytest.mark.parametrize(
+    ("early", "late", "raised"),
+    [
+        ((True, True), (True, True), "b"),  # the last one of `verdict`
+        ((True, False), (False, True), "a"),
+        ((False, False), (True, True), "a late"),  # the first one of `late_verdict`
+        ((False, False), (False, True), "b late"),
+    ],
+)
+@on("gloo-2")
+def test_of_several_checks_all_are_asked_and_one_error_counts(world, early, late, raised):
+    asked = []
+    checks = [Verdicts(name, asked, *found) for name, *found in zip("ab", early, late, strict=True)]
+    model = Terms(1)
+    Reducer(model, extensions=checks)
+    with pytest.raises(RuntimeError, match=f"^{raised}$"):
+        step(model, world)
+    assert asked == ["a early", "b early", "a late", "b late"]
