@@ -68,8 +68,6 @@ class Bucket:
     packs_early = False  # True if `pack_one` must be called for each gradient as it arrives
     # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
     keeps_no_graph = ""
-    # False if the averages must be in the buffer, also on one rank.
-    may_keep = True
     # Members that another Reducer averages, too.
     shared: frozenset[int] = frozenset()
 
@@ -213,7 +211,8 @@ class Bucket:
     def keep(self) -> bool:
         """Leaves the gradients where they are, as their own average on one rank.
 
-        Instead of `pack` and `launch`; raises as `pack`. False, without effect, if one is missing.
+        Instead of `pack` and `launch`; raises as `pack`. Returns False, without effect, if one is
+        missing or must be in the buffer.
         """
         if self.state is not BucketState.FILLING:
             raise self._again()

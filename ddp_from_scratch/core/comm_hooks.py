@@ -225,6 +225,6 @@ class Sender:
             self.mean, self.op = weight, dist.ReduceOp.SUM
         elif self.op == dist.ReduceOp.SUM:
             self.scale *= 1.0 / dist.get_world_size(self.state_now)
-        alone = dist.get_world_size(self.process_group) == 1
-        self.changes_nothing: bool = alone and self.hook is average and weight == 1
+        is_plain = self.hook is average and weight == 1
+        self.changes_nothing: bool = is_plain and dist.get_world_size(self.state) == 1
         self.prepared_for = weakref.ref(own)

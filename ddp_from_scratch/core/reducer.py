@@ -21,11 +21,7 @@ from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Calls, Extension
-from ddp_from_scratch.core.gradient_errors import (
-    check_gradient,
-    second_gradient,
-    taken_gradient,
-)
+from ddp_from_scratch.core.gradient_errors import check_gradient, second_gradient, taken_gradient
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
 from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.core.policies import LaunchOrder, Usage
@@ -377,8 +373,7 @@ class CoreReducer:
                 if own is None or sender.prepared_for() is not own:
                     self._prepare()
                 # An extension may look into a packed bucket.
-                may_keep = sender.changes_nothing and bucket.may_keep and not self.calls.on_packed
-                if may_keep and bucket.keep():
+                if sender.changes_nothing and not self.calls.on_packed and bucket.keep():
                     return
                 bucket.op = sender.op
                 try:

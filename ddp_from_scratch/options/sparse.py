@@ -33,7 +33,6 @@ class SparseBucket(Bucket):
     """
 
     is_sparse = True
-    may_keep = False
     keeps_no_graph = "sparse"
 
     def __init__(
@@ -75,6 +74,9 @@ class SparseBucket(Bucket):
             self._mine = ((gradient * scale).contiguous(),)
             self._kind_and_rows = _DENSE, 0
         return {*self.members} - self.unused if gradient is None else ()
+
+    def keep(self) -> bool:
+        return False  # the result is coalesced
 
     def contribute_zeros(self) -> None:
         self._mine, self._kind_and_rows = (), (_NONE, 0)

@@ -18,7 +18,6 @@ class ViewBucket(Bucket):
     Large gradients on a CPU are packed as they become ready, while they are in the cache.
     """
 
-    may_keep = False
     keeps_no_graph = "a window of a bucket: use gradient_as_bucket_view=False"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -112,6 +111,9 @@ class ViewBucket(Bucket):
         gone -= unused
         self.unused |= gone
         return gone
+
+    def keep(self) -> bool:
+        return False  # a window of the bucket holds what is in the buffer
 
     def taken(self) -> set[int]:
         return super().taken() - self._packed

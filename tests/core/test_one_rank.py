@@ -98,3 +98,20 @@ def test_accumulation_and_a_second_backward_pass():
         both.backward()
 
     assert all(map(torch.equal, gradients(Reducer, run), gradients(run=plain)))
+
+
+def test_a_sparse_gradient_is_coalesced():
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    Reducer(table)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    assert table.weight.grad.is_coalesced()
+
+
+def test_a_view_is_a_window_of_its_bucket():
+    model = Parts()
+    reducer = Reducer(model, gradient_as_bucket_view=True)
+    model(torch.ones(2, 3)).backward()
+    (bucket,) = reducer.flat_buckets
+    begin = bucket.flat.data_ptr()
+    ends = range(begin, begin + bucket.flat.nbytes)
+    assert all(p.grad.data_ptr() in ends for p in model.parameters())
