@@ -107,7 +107,7 @@ class _Watched:
             numbers = [*map(sequence_number, names)]
             averages = {} if beside is None else {AVERAGES + self.name: count}
             position = Position.of(block, [*map(str, names.values())], averages, under_way)
-            # Calls made while it was read would seem to come before those that were read first.
+            # If this rank has called something meanwhile, what was read first is out of date.
             if [*map(sequence_number, names)] != numbers or blocked() != block:
                 return
             if beside is not None and beside.calls != count:

@@ -27,9 +27,8 @@ class Hooks:
 
     They call `reducer.ready` with a weak reference, an index and the parameter when the `.grad` of
     that parameter is complete (or `last_ready`, see `choose`), and its extensions around an
-    optimizer's step. `nodes` are the
-    autograd nodes that accumulate the gradients. `handles` are those of the parameters, and then
-    those of the module, which the Reducer adds.
+    optimizer's step. `nodes` are the autograd nodes that accumulate the gradients. `handles` are
+    those of the parameters, and then those of the module, which the Reducer adds.
     """
 
     def __init__(self, reducer: Any) -> None:
@@ -138,26 +137,26 @@ def _watch_steps() -> None:
 
 
 def _tell_of_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    for reducer in [*_living.values()]:
-        calls = reducer.calls.on_step
-        if calls and _steps(optimizer, reducer):
-            for call in calls:
-                call(optimizer)
+    for reducer in _stepped(optimizer):
+        for on_step in reducer.calls.on_step:
+            on_step(optimizer)
 
 
 def _tell_of_end(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-    for reducer in [*_living.values()]:
-        calls = reducer.calls.on_stepped
-        if calls and _steps(optimizer, reducer):
-            for call in calls:
-                call(optimizer)
+    for reducer in _stepped(optimizer):
+        for on_stepped in reducer.calls.on_stepped:
+            on_stepped(optimizer)
 
 
-def _steps(optimizer: torch.optim.Optimizer, reducer: Any) -> bool:
-    """True if the optimizer steps a parameter of the Reducer."""
-    # No Python call for each parameter: every Reducer checks every step of every optimizer.
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return not reducer.hooks.ids.isdisjoint(map(id, parameters))
+def _stepped(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Returns the Reducers that have a parameter of this optimizer."""
+    # No Python call for each parameter: every step of every optimizer comes here.
+    groups = [group["params"] for group in optimizer.param_groups]
+    return [
+        reducer
+        for reducer in [*_living.values()]
+        if not reducer.hooks.ids.isdisjoint(map(id, chain.from_iterable(groups)))
+    ]
 
 
 def _remove_all(handles: Iterable[Handle]) -> None:

@@ -28,8 +28,6 @@ class ViewBucket(Bucket):
         self._lent = self.windows_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
         self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
-        # The `.grad` of a shared member is not in the buffer until the average is there: the other
-        # Reducer packs it later, and must not find what is in flight.
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
         self._packed, self._scale = set[int](), 1.0
 
@@ -86,6 +84,8 @@ class ViewBucket(Bucket):
     def _pack_each(self, gradients: Sequence[torch.Tensor | None], scale: float) -> set[int]:
         """Packs gradients of which some are in the buffer, unused, shared or missing."""
         sources, windows, in_place, gone = [], [], [], set[int]()
+        # The `.grad` of a shared member is not in the buffer until the average is there: the other
+        # Reducer packs it later, and must not find what is in flight.
         packed, unused, stays = self._packed, self.unused, self.unused | self.shared
         for position, (index, parameter, view) in enumerate(self._rows):
             if index in packed:
