@@ -51,7 +51,9 @@ def start() -> None:
     library, provided = ctypes.CDLL(MPI.__file__), ctypes.c_int()
     if code := library.MPI_Init_thread(None, None, level, ctypes.byref(provided)):
         raise UsageError(f"MPI does not start: MPI_Init_thread returned {code}")
-    if settings[1] is not False:
+    # As mpi4py reads its setting; the variable counts more than the program's.
+    finalizes = os.environ.get("MPI4PY_RC_FINALIZE", str(settings[1] is not False))
+    if finalizes.lower() not in ("false", "no", "off", "n", "0"):
         atexit.register(_finalize_after_python, library, os.getpid())
     if mpi4py.rc.errors == "exception":  # mpi4py's default; MPI's own is to abort
         for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
