@@ -152,6 +152,15 @@ def test_a_rank_that_makes_no_new_group():
         run.assert_nobody_left()
 
 
+@pytest.mark.parametrize("finalizes", ["0", "1"])
+def test_mpi_is_finalized_unless_mpi4pys_variable_says_no(finalizes):
+    """mpirun reports a rank that has started MPI and ends without finalizing it."""
+    program = 'import ddp_from_scratch as ddp; ddp.process_group("mpi")'
+    command = "mpirun", "-n", "1", sys.executable, "-c", program
+    with Run(*command, MPI4PY_RC_FINALIZE=finalizes) as run:
+        assert (run.wait() == 0) == (finalizes == "1"), run.text
+
+
 OF_WORKERS = """
 import multiprocessing, subprocess, sys
 import ddp_from_scratch.mpi
