@@ -14,7 +14,7 @@ from ddp_from_scratch.core.comm_hooks import Sender, average
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
-from ddp_from_scratch.core.reducer import IDLE, CoreReducer
+from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.node import gloo_alone, shared_memory_group
 from ddp_from_scratch.options import launch_order
 from ddp_from_scratch.options.buffers import BufferSync
@@ -273,7 +273,7 @@ class Reducer(CoreReducer):
         if self.sender.sums and hook is not average:
             name = getattr(hook, "__name__", hook)
             raise RuntimeError(f'reduce="sum" cannot be used with a comm hook: leave {name} out')
-        self.sender.set_hook(hook, state)
+        self.set_hook(hook, state)
 
     def keep_bucket_views(self) -> None:
         """Switches to `gradient_as_bucket_view=True`. Idempotent.
@@ -376,7 +376,7 @@ class Reducer(CoreReducer):
         weight = self.agree_weight(amount)
         if sync_batch_norms(self.module):
             weight.check_equal()
-        self.sender.set_weight(weight.value)
+        self.set_weight(weight.value)
 
     def agree_weight(self, amount: float) -> GradientWeight:
         """Starts to sum all ranks' amounts. Collective. Raises as `weight`."""
@@ -391,7 +391,7 @@ class Reducer(CoreReducer):
 
     def contribute_nothing(self, weight: GradientWeight) -> None:
         """Joins the other ranks' next average with weight 0; keeps `.grad`. Raises as theirs."""
-        self.sender.set_weight(weight.value)
+        self.set_weight(weight.value)
         self.mark_unused(range(len(self.parameters)))
         self.launch_full_buckets()
         self.await_hook()
@@ -429,7 +429,7 @@ class Reducer(CoreReducer):
         `keep` it is collective: it returns how many virtual ranks of an aborted step are kept.
         """
         kept = self._with_virtual_ranks().set_step(step, seed, keep)
-        self.iteration, self.pass_number = step, IDLE
+        self.iteration, self.backward = step, None
         self.rank = dist.get_rank(self.process_group)  # ranks may have been lost
         for on_set_step in self.calls.on_set_step:
             on_set_step()

@@ -16,7 +16,7 @@ Division: each gradient is divided by the number of ranks n once. As in torch's 
 the sum: n summands of 1/n each cannot overflow a 16-bit float where the average would not. With
 `reduce="sum"` nobody divides. Otherwise `bucket.op` says who does, at one of these places:
 
-- SUM: the Reducer, while it packs, which saves a pass over the bucket. `Sender.prepare` chooses the
+- SUM: the Reducer, while it packs, which saves a pass over the bucket. `Sender.plan` chooses the
   factor, for `average` and for hooks with `takes_divided`. Without a hook: `SparseBucket.pack`
   (options/sparse.py).
 - AVG: the collective, on a group whose `traits` say `divides_first`. `Reduction.fold`
@@ -44,6 +44,7 @@ from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group, of_member
+from ddp_from_scratch.core.average import Averaging
 from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
 
 Group = dist.ProcessGroup | None
@@ -137,19 +138,13 @@ class OnGPU(Future):
 
 
 class Sender:
-    """The comm hook, the group that sends, and this rank's weight: how buckets are averaged.
+    """The comm hook and the group that sends: how buckets are averaged.
 
     `transport` maps a process group to the group that sends its buckets, if another. Collective.
 
     Attributes:
         concurrent, sums: True if several buckets may be in flight; if nothing is divided.
         sends: returns what `group()` returned last. Weak, as a strong reference keeps its threads.
-        weight: returns this rank's weight in the next average alone, and waits for the weights of
-            all ranks; None means 1.
-        prepared_for: returns the group that `prepare` ran for; None before. Weak as `sends`.
-        scale, mean: factors for packing flat and sparse gradients; a `mean` of 0 sends zeros.
-        op, hook_now, state_now, aside: for `Bucket.op` and `Bucket.launch`.
-        changes_nothing: True if each gradient is its own average: on one rank, without a comm hook.
     """
 
     def __init__(
@@ -162,13 +157,7 @@ class Sender:
         self.sums = sums
         self._transport = transport
         self.sends: Callable[[], Group] = NoneType
-        self.set_weight(None)
         self.set_hook(average, process_group)
-
-    def set_weight(self, weight: Callable[[], float] | None) -> None:
-        """Sets the factor of this rank's gradients in the next average; None means 1."""
-        self.weight = weight
-        self.prepared_for: Callable[[], Group] = NoneType
 
     def set_hook(self, hook: CommHook, state: Any) -> None:
         """Averages each bucket with `hook(state, bucket)` from now on."""
@@ -176,7 +165,9 @@ class Sender:
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook = hook
         self.state = state
-        self.prepared_for = NoneType
+        # The last plan without a weight, and the group that it is for. Weak, as `sends`.
+        self._plan: Averaging | None = None
+        self._planned_for: Callable[[], Group] = NoneType
         one_collective = getattr(hook, "one_collective", False) is True
         self.concurrent: bool = hook is average or one_collective
 
@@ -194,37 +185,45 @@ class Sender:
         ours = self.process_group or dist.group.WORLD
         return is_ours(self.hook) and (named or dist.group.WORLD) is ours
 
-    def prepare(self) -> None:
-        """Chooses the hook, the state and the factors of the next launches; waits for all weights.
-
-        They stay until the hook, the weight or the (default) group changes.
-        """
+    def plan(self, weight: Callable[[], float] | None) -> Averaging:
+        """Plans an average. Waits for all ranks' weights, if there are any."""
         own: Any = self.process_group or dist.group.WORLD
-        weight = 1.0 if self.weight is None else self.weight()
-        sends = self.group()
-        hook_now: Any = self.hook
-        self.state_now: Any = self.state
+        if weight is not None:
+            return self._planned(own, weight())
+        if self._plan is None or self._planned_for() is not own:
+            self._plan, self._planned_for = self._planned(own, 1.0), weakref.ref(own)
+        return self._plan
+
+    def _planned(self, own: dist.ProcessGroup, weight: float) -> Averaging:
+        sends, state = self.group(), self.state
+        hook: Callable[..., Future] = self.hook
         # The state of this library's hooks is the Reducer's group, or names it. They send through
         # `sends` instead, unless both are one: a reference to gloo's group keeps its threads alive.
         if sends is not own and self.through_group():
-            if hasattr(self.state, "process_group"):
-                hook_now = partial(hook_now, group=sends)
+            if hasattr(state, "process_group"):
+                hook = partial(hook, group=sends)
             else:
-                self.state_now = sends
-        self.hook_now: CommHook = hook_now
-        self.aside: bool = not is_ours(self.hook)
+                state = sends
         # A division: see the head of this file.
-        self.mean: float = weight / dist.get_world_size(self.process_group)
-        self.scale: float = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
-        self.op: Any = None  # the hook divides
+        mean = weight / dist.get_world_size(self.process_group)
+        scale = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
+        op: Any = None  # the hook divides
         if self.hook is average:
-            self.op = _reduction(self.state_now)
+            op = _reduction(state)
         elif getattr(self.hook, "takes_divided", False):
-            self.op = dist.ReduceOp.SUM
+            op = dist.ReduceOp.SUM
         if self.sums:  # nothing divides
-            self.mean, self.op = weight, dist.ReduceOp.SUM
-        elif self.op == dist.ReduceOp.SUM:
-            self.scale *= 1.0 / dist.get_world_size(self.state_now)
+            mean, op = weight, dist.ReduceOp.SUM
+        elif op == dist.ReduceOp.SUM:
+            scale *= 1.0 / dist.get_world_size(state)
         is_plain = self.hook is average and weight == 1
-        self.changes_nothing: bool = is_plain and dist.get_world_size(self.state) == 1
-        self.prepared_for = weakref.ref(own)
+        return Averaging(
+            hook=hook,
+            state=state,
+            on_side_stream=not is_ours(self.hook),
+            op=op,
+            scale=scale,
+            mean=mean,
+            sends_zeros=weight == 0,
+            keeps_gradients=is_plain and dist.get_world_size(self.state) == 1,
+        )

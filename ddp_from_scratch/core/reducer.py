@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.common.errors import shortened
-from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
+from ddp_from_scratch.core.average import Average, Averaging, BackwardPass
+from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, gradient_of
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Calls, Extension
 from ddp_from_scratch.core.gradient_errors import check_gradient, second_gradient, taken_gradient
@@ -26,10 +27,8 @@ from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_mod
 from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.core.policies import LaunchOrder, Usage
 
-IDLE = -1
-
-
 Kind = TypeVar("Kind", bound=Extension)
+NO_SPAN = nullcontext()  # where no profiler runs
 
 
 class CoreReducer:
@@ -49,12 +48,11 @@ class CoreReducer:
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
         all_buckets, flat_buckets: in launch order; the second leaves out those that lie apart.
-        pass_number: autograd's number of the current backward pass; IDLE without one.
-        broken_off: True if an exception has ended that pass, so autograd never runs its callback.
+        backward: the backward pass under way; None without one.
+        average: the average that this pass and the ones before it under `no_sync()` belong to.
         by_hand: True while `average_now` averages, without a backward pass.
         needs_each: True if autograd must call for each gradient: a pass may end before all of them.
         drops_at_once: True if a step that is dropped does not wait for what is in flight.
-        next_bucket: every bucket before this index has been launched.
         packs_early: True if a bucket packs each gradient as it arrives.
         usage, order: the policies, if any (`policies.py`).
         step_bucket: steps the parameters of a bucket that has landed; see `step_in_backward`.
@@ -92,21 +90,15 @@ class CoreReducer:
         self.sync: bool = True
         self.is_replaced: bool = False
         self.iteration: int = 0
-        self.next_bucket: int = 0
+        self.backward: BackwardPass | None = None
+        self.average: Average = Average()
         self.ready_order: list[str] | None = None if ready_order is None else list(ready_order)
         self.needs_each: bool = False
         self.by_hand: bool = False
         self.drops_at_once = drops_at_once
-        # Parameters that have got a gradient under `no_sync()` since the last average.
-        self.local: set[int] = set()
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
-        self.pass_number: int = IDLE
-        self.broken_off: bool = False
-        self.pass_thread: int = -1
         # Held while buckets change: autograd has a thread for each device, and hooks run in all.
         self.lock: threading.Lock = threading.Lock()
-        # This rank's own error. Raised after all averages, since the other ranks wait for them.
-        self._error: RuntimeError | None = None
         self._bucket_type: type[Bucket] = Bucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()
@@ -130,7 +122,8 @@ class CoreReducer:
         elif isinstance(extension, LaunchOrder):
             self.order = extension
             # Without it, nothing may have noticed that an exception ended a pass (`EndOfPass`).
-            self.broken_off = self.pass_number != IDLE and not self.is_in_pass()
+            if self.backward is not None and not self.is_in_pass():
+                self.backward.failed = True
         extension.attach(self)
         self.extensions.insert(0 if first else len(self.extensions), extension)
         self._extensions_changed()
@@ -238,7 +231,7 @@ class CoreReducer:
             ):
                 self.count_each(bucket)
                 return
-            if self.pass_number != current_pass():
+            if self.backward is None or self.backward.number != current_pass():
                 self.begin_pass()
             bucket.noted.clear()
             bucket.missing.clear()
@@ -263,16 +256,17 @@ class CoreReducer:
             if bucket.state is not BucketState.FILLING:
                 raise second_gradient(self.names[index], self.rank)
             if gradient is not None:
-                self.local.add(index)
+                self.average.local.add(index)
             return
         if gradient is None:
             if self.hooks is not None and self.hooks.was_cleared(index, noted):
-                self._error = taken_gradient(self.names[index], self.rank)
+                self.average.error = taken_gradient(self.names[index], self.rank)
         elif gradient.is_sparse or gradient.requires_grad:
             check_gradient(gradient, bucket, self.names[index], self.rank)
         # Reentrant checkpoints run passes inside a pass: the outermost's end shows what is unused.
-        if self.pass_number != current_pass() and not (
-            self.pass_number != IDLE and self.may_be_unused
+        number, backward = current_pass(), self.backward
+        if number != -1 and (
+            backward is None or (backward.number != number and not self.may_be_unused)
         ):
             self.begin_pass()
         if self.ready_order is None:
@@ -283,14 +277,15 @@ class CoreReducer:
         if bucket.state is not BucketState.FILLING:
             if gradient is not None:
                 # Raised when no other rank waits.
-                self._error = second_gradient(self.names[index], self.rank)
+                self.average.error = second_gradient(self.names[index], self.rank)
             return
         if gradient is None:
             bucket.mark_unused(index)
         else:
             if bucket.packs_early:
-                self._prepare()
-                bucket.pack_one(index, self.sender.scale)
+                plan = self.average.plan or self._plan()
+                if not plan.keeps_gradients:
+                    bucket.pack_one(index, plan.scale)
             bucket.missing.discard(index)
             bucket.unused.discard(index)
         if not bucket.missing:
@@ -305,8 +300,9 @@ class CoreReducer:
                 "compiled autograd is not supported, because it cannot compile a Reducer's hooks: "
                 "leave torch._dynamo.config.compiled_autograd False; torch.compile(model) works"
             )
-        self.pass_number, self.pass_thread = current_pass(), threading.get_ident()
-        self.broken_off = False
+        self.backward = BackwardPass(current_pass(), threading.get_ident())
+        if not self.average.next_bucket:
+            self.average.plan = None  # of a pass that failed; the group may be another one now
         notices_errors = self.order is not None or self.packs_early
         at_end = EndOfPass(self) if notices_errors else self.end_pass
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
@@ -324,14 +320,14 @@ class CoreReducer:
                 self.mark_unused(find_unused())
                 self.launch_full_buckets(early=True)
 
-    def end_with(self, number: int) -> None:
+    def continue_in(self, outer: BackwardPass) -> None:
         """Leaves the end of this pass to the one around it, of another Reducer."""
-        self.pass_number = number
+        self.backward = outer
         self.restore_grads()
 
     def is_in_pass(self) -> bool:
         """True if autograd is now executing the pass that has begun."""
-        return self.pass_number != IDLE and self.pass_number == current_pass()
+        return self.backward is not None and self.backward.number == current_pass()
 
     def mark_unused(self, indices: Iterable[int]) -> None:
         """Marks parameters that get no gradient in this pass; skips those that are ready."""
@@ -351,70 +347,80 @@ class CoreReducer:
             return
         if early and self.order is not None and not self.order.may_launch():
             return
+        average = self.average
         # By index: readiness differs between ranks, and all must issue the same collectives.
-        while self.next_bucket < len(self.all_buckets):
-            bucket = self.all_buckets[self.next_bucket]
+        while average.next_bucket < len(self.all_buckets):
+            bucket = self.all_buckets[average.next_bucket]
             if bucket.missing:
                 return
             if not self.sender.concurrent:
                 self.await_hook()
             if self.usage is None or not self.usage.skips(bucket):
                 self._pack_and_launch(bucket)
-            self.next_bucket += 1
+            average.next_bucket += 1
 
     @torch.no_grad()
     def _pack_and_launch(self, bucket: Bucket) -> None:
-        span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
-        own, sender = self.process_group or dist.group.WORLD, self.sender
+        profiled = torch.autograd.profiler._is_profiler_enabled
         for on_launch in self.calls.on_launch:
             on_launch(bucket)
         try:  # Extensions must end what they began in `on_launch`, even if the comm hook raises.
-            with span(f"{bucket.label}: pack"):
-                if own is None or sender.prepared_for() is not own:
-                    self._prepare()
+            with record_function(f"{bucket.label}: pack") if profiled else NO_SPAN:
+                plan = self.average.plan or self._plan()
                 # An extension may look into a packed bucket.
-                if sender.changes_nothing and not self.calls.on_packed and bucket.keep():
+                if plan.keeps_gradients and not self.calls.on_packed and bucket.keep():
                     return
-                bucket.op = sender.op
-                try:
-                    gone = bucket.pack(sender.mean if bucket.is_sparse else sender.scale)
-                except RuntimeError:
-                    # A flat buffer takes no sparse gradient. Only passes that fail pay for checks.
-                    for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
-                        check_gradient(parameter.grad, bucket, self.names[index], self.rank)
-                    raise
-                if gone:
-                    self._error = taken_gradient(self.names[min(gone)], self.rank)
-                if sender.mean == 0:
-                    bucket.contribute_zeros()
+                self._pack(bucket, plan)
             for on_packed in self.calls.on_packed:
                 on_packed(bucket)
-            with span(f"{bucket.label}: launch"):
-                bucket.launch(sender.hook_now, sender.state_now, sender.aside)
+            with record_function(f"{bucket.label}: launch") if profiled else NO_SPAN:
+                bucket.launch(plan.hook, plan.state, plan.on_side_stream)
         finally:
             for on_launched in self.calls.on_launched:
                 on_launched(bucket)
 
-    def _prepare(self) -> None:
-        own = self.process_group or dist.group.WORLD
-        if own is not None and self.sender.prepared_for() is own:
-            return
+    def _pack(self, bucket: Bucket, plan: Averaging) -> None:
+        bucket.op = plan.op
+        try:
+            gone = bucket.pack(plan.mean if bucket.is_sparse else plan.scale)
+        except RuntimeError:
+            # A flat buffer takes no sparse gradient. Only passes that fail pay for checks.
+            for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
+                check_gradient(parameter.grad, bucket, self.names[index], self.rank)
+            raise
+        if gone:
+            self.average.error = taken_gradient(self.names[min(gone)], self.rank)
+        if plan.sends_zeros:
+            bucket.contribute_zeros()
+
+    def _plan(self) -> Averaging:
+        """Plans the average, before its first gradient is packed; waits for all weights."""
         for on_wait in self.calls.on_wait:
             on_wait(None)
-        self.sender.prepare()
+        self.average.plan = plan = self.sender.plan(self.average.weight)
         for on_waited in self.calls.on_waited:
             on_waited(None)
+        return plan
+
+    def set_hook(self, hook: CommHook, state: Any) -> None:
+        """Averages each bucket with `hook(state, bucket)` from now on."""
+        self.sender.set_hook(hook, state)
+        self.average.plan = None
+
+    def set_weight(self, weight: Callable[[], float] | None) -> None:
+        """Sets the factor of this rank's gradients in the next average; None means 1."""
+        self.average.weight, self.average.plan = weight, None
 
     def await_hook(self) -> None:
         """Waits for the last bucket, if the comm hook allows only one in flight."""
-        if self.next_bucket and not self.sender.concurrent:
-            self._wait(self.all_buckets[self.next_bucket - 1])
+        if self.average.next_bucket and not self.sender.concurrent:
+            self._wait(self.all_buckets[self.average.next_bucket - 1])
 
     # Wait, unpack -------------------------------------------------------------------------------
 
     def end_pass(self) -> None:
         """Launches the rest, and waits. Autograd calls it when the pass is over. Idempotent."""
-        if self.pass_number == IDLE:
+        if self.backward is None:
             return
         if self.order is not None and self.order.end_backward():
             return
@@ -426,16 +432,16 @@ class CoreReducer:
         for bucket in self.all_buckets:
             if bucket.noted:
                 self.count_noted()
-        self.pass_number, self.broken_off = IDLE, False
+        self.backward = None
         if self.order is not None:
             self.order.pass_ended()
         if self.usage is not None:
             self.usage.mark_unused()
-        if self.next_bucket < len(self.all_buckets):
+        if self.average.next_bucket < len(self.all_buckets):
             self.launch_full_buckets()
         if not self.sender.concurrent:
             self.await_hook()
-        if self.next_bucket < len(self.all_buckets):
+        if self.average.next_bucket < len(self.all_buckets):
             # A later pass may bring the others (a loss in parts); else the next forward raises.
             self.restore_grads()
             self.needs_each = True
@@ -450,7 +456,8 @@ class CoreReducer:
 
     def break_off(self, number: int) -> None:
         """Called when an exception has ended the pass, before `backward()` raises it."""
-        self.broken_off |= self.pass_number == number
+        if self.backward is not None and self.backward.number == number:
+            self.backward.failed = True
         self.restore_grads()
         if self.order is not None:
             self.order.pass_failed(number)
@@ -458,8 +465,9 @@ class CoreReducer:
     @torch.no_grad()
     def finish(self, takes_part: bool = True) -> RuntimeError | None:
         """Waits for all buckets, and unpacks them if this rank takes part; returns its error."""
-        has_data, (error, self._error) = takes_part, (self._error, None)
-        span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
+        has_data, average = takes_part, self.average
+        error, average.error = average.error, None
+        profiled = torch.autograd.profiler._is_profiler_enabled
         for on_all_launched in self.calls.on_all_launched:
             on_all_launched()
         for verdict in self.calls.verdict:
@@ -468,17 +476,14 @@ class CoreReducer:
         used = None if self.usage is None else self.usage.agree_used()
         for bucket in self.all_buckets:
             self._wait(bucket)
-            span_of = span if bucket.state is BucketState.LANDED else nullcontext
-            with span_of(f"{bucket.label}: unpack"):
+            landed = profiled and bucket.state is BucketState.LANDED
+            with record_function(f"{bucket.label}: unpack") if landed else NO_SPAN:
                 bucket.unpack(used if takes_part else ())
             for on_unpacked in self.calls.on_unpacked:
                 on_unpacked(self.iteration, bucket, takes_part)
             if takes_part and self.step_bucket is not None:
                 self.step_bucket(bucket)
-        self.next_bucket, self.iteration = 0, self.iteration + 1
-        self.local.clear()
-        if self.sender.weight is not None:
-            self.sender.set_weight(None)
+        self.average, self.iteration = Average(), self.iteration + 1
         # Every rank reaches this. A forward pass may be one rank's own, as in an evaluation.
         if self.ready_order is None and not self.keeps_layout:
             self._agree_on_order()
@@ -493,11 +498,11 @@ class CoreReducer:
         return error
 
     def _wait(self, bucket: Bucket) -> None:
-        span: Any = record_function if torch.autograd.profiler._is_profiler_enabled else nullcontext
+        profiled = torch.autograd.profiler._is_profiler_enabled
         for on_wait in self.calls.on_wait:
             on_wait(bucket)
         try:
-            with span(f"{bucket.label}: wait"):
+            with record_function(f"{bucket.label}: wait") if profiled else NO_SPAN:
                 bucket.wait()
         finally:
             for on_waited in self.calls.on_waited:
@@ -542,7 +547,7 @@ class CoreReducer:
         self.mark_unused(range(len(self.parameters)))
         if without and not self.may_be_unused:
             # Raised after the average, for which the other ranks wait.
-            self._error = RuntimeError(
+            self.average.error = RuntimeError(
                 f"no gradient to average on rank {self.rank} for: {shortened(without)}. Every "
                 f"parameter needs one, unless the Reducer has find_unused_parameters=True"
             )
@@ -564,15 +569,13 @@ class CoreReducer:
 
     def abort_step(self) -> None:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
-        self.pass_number, self.broken_off = IDLE, False
+        self.backward = None
         for bucket in self.all_buckets:
             if not self.drops_at_once:  # it would write into the repeated step
                 with suppress(RuntimeError):
                     bucket.wait()
             bucket.reset()
-        self.sender.set_weight(None)
-        self.next_bucket, self._error = 0, None
-        self.local.clear()
+        self.average = Average()
         for on_abort in self.calls.on_abort:
             on_abort()
 

@@ -242,11 +242,11 @@ class Shards(NoShards):
         before, state = sender.hook, sender.state
         if self._of.tree_reduction is None and before is not average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        sender.set_hook(hook, state)
+        self._of.set_hook(hook, state)
         try:
             yield
         finally:
-            sender.set_hook(before, state)
+            self._of.set_hook(before, state)
 
     def members(self, run: FlatParams) -> list[int]:
         """Returns the members that have gradients, after copying these into their buckets."""

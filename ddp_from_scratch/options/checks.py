@@ -20,7 +20,7 @@ from ddp_from_scratch.common.memory import OVERLAPS, overlaps, unsupported
 from ddp_from_scratch.core.bucket import BucketState
 from ddp_from_scratch.core.extension import Check, Extension
 from ddp_from_scratch.core.hooks import current_pass
-from ddp_from_scratch.core.reducer import IDLE, CoreReducer
+from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.launch_order import look_for_layers
 from ddp_from_scratch.options.unused import will_accumulate_any
 from ddp_from_scratch.sync.check_sync import (
@@ -152,14 +152,14 @@ class Checks(Extension):
         rank, buckets = reducer.rank, reducer.all_buckets
         if current_pass() != -1 and (
             # Before this Reducer's first gradient of the pass, too.
-            reducer.pass_number != IDLE or (reducer.sync and will_accumulate_any(reducer))
+            reducer.backward is not None or (reducer.sync and will_accumulate_any(reducer))
         ):
             raise RuntimeError(
                 f"an optimizer stepped during backward on rank {rank}, on gradients that are not "
                 f"averaged yet: let it step when backward() has returned"
             )
         # The last bucket is unpacked last. If it is not FILLING, an exception ended `finish` early.
-        if reducer.pass_number != IDLE or buckets[-1].state is not BucketState.FILLING:
+        if reducer.backward is not None or buckets[-1].state is not BucketState.FILLING:
             raise RuntimeError(f"the last backward pass on rank {rank} was interrupted: {AGAIN}")
         for bucket in buckets:
             if bucket.noted:

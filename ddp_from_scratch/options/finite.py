@@ -62,6 +62,7 @@ def _sent(bucket: Bucket, reducer: CoreReducer) -> list[torch.Tensor]:
     """Returns what a sparse bucket sends: the gathered rows, or a dense gradient."""
     (parameter,) = bucket.parameters()
     gradient = parameter.grad
-    if gradient is None or reducer.sender.mean == 0:  # sends nothing
+    plan = reducer.average.plan
+    if gradient is None or (plan is not None and plan.sends_zeros):
         return [torch.zeros(1, device="cpu")]
     return [gradient.coalesce().values() if gradient.is_sparse else gradient]

@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common.errors import shortened
+from ddp_from_scratch.core.average import BackwardPass
 from ddp_from_scratch.core.policies import LaunchOrder
-from ddp_from_scratch.core.reducer import IDLE, CoreReducer
+from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.unused import Unused, will_accumulate_any
 
 
@@ -143,7 +144,8 @@ class OneOrder(LaunchOrder):
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
         # A pass, and the Reducers that launch before this one in it, with their iterations.
-        self._ahead: tuple[int, dict[CoreReducer, int]] = (IDLE, {})
+        self._pass: BackwardPass | None = None
+        self._ahead: dict[CoreReducer, int] = {}
 
     def communicate(self) -> bool:
         """True if layers communicate in the Reducer's own group."""
@@ -162,29 +164,30 @@ class OneOrder(LaunchOrder):
             return False
         if any(_is_inside(reducer, other) for other in everyone):
             return False  # another inner pass may add to these gradients
-        number, ahead = self._ahead
-        if number != reducer.pass_number:
+        if self._pass is not reducer.backward:
             # The graph decides who takes part. Which Reducers have begun differs between ranks.
             before = everyone[: everyone.index(reducer)] if reducer in everyone else []
-            ahead = {other: other.iteration for other in before if _takes_part(other)}
-            self._ahead = reducer.pass_number, ahead
-        for other, iteration in ahead.items():
-            if other.iteration == iteration and other.next_bucket < len(other.all_buckets):
+            self._ahead = {other: other.iteration for other in before if _takes_part(other)}
+            self._pass = reducer.backward
+        for other, iteration in self._ahead.items():
+            launched = other.average.next_bucket
+            if other.iteration == iteration and launched < len(other.all_buckets):
                 return False
             other.await_hook()
-        fixed = all(has_fixed_order(each) for each in (reducer, *ahead))
+        fixed = all(has_fixed_order(each) for each in (reducer, *self._ahead))
         return fixed or not any(communicate(r) and _takes_part(r) for r in everyone)
 
     def end_backward(self) -> bool:
         reducer, everyone = self._of(), living()
-        if reducer.broken_off:
+        if reducer.backward.failed:
             return False
         for other in everyone:
             if _is_inside(reducer, other):
                 # The outer Reducer's buckets may come first: another rank may have launched them.
-                reducer.end_with(other.pass_number)
+                reducer.continue_in(other.backward)
                 return True
-        together = [r for r in everyone if _is_running(r) and r.pass_number == reducer.pass_number]
+        number = reducer.backward.number
+        together = [r for r in everyone if _runs(r, number)]
         if reducer not in together:  # removed in the middle of the pass
             together.append(reducer)
         # Launches all buckets before the first wait, because `finish` issues collectives, too.
@@ -198,27 +201,33 @@ class OneOrder(LaunchOrder):
         return True
 
     def pass_ended(self) -> None:
-        self._ahead = (IDLE, {})
+        self._pass, self._ahead = None, {}
 
     def pass_failed(self, number: int) -> None:
-        self._ahead = (IDLE, {})
+        self.pass_ended()
         for other in living():
-            if _is_running(other) and other.pass_number == number:
+            if _runs(other, number):
                 other.break_off(number)
 
 
-def _is_running(reducer: CoreReducer) -> bool:
-    return reducer.pass_number != IDLE and not reducer.broken_off
+def _running(reducer: CoreReducer) -> BackwardPass | None:
+    """Returns the Reducer's backward pass, unless an exception has ended it."""
+    backward = reducer.backward
+    return None if backward is None or backward.failed else backward
+
+
+def _runs(reducer: CoreReducer, number: int) -> bool:
+    backward = _running(reducer)
+    return backward is not None and backward.number == number
 
 
 def _is_inside(reducer: CoreReducer, other: CoreReducer) -> bool:
     """True if this Reducer's pass runs inside the other's, as in a reentrant checkpoint."""
+    inner, outer = reducer.backward, _running(other)
+    if inner is None or outer is None:
+        return False
     # A pass in another thread is not nested. (On a GPU all passes share one thread.)
-    return (
-        _is_running(other)
-        and other.pass_thread == reducer.pass_thread
-        and other.pass_number < reducer.pass_number
-    )
+    return outer.thread == inner.thread and outer.number < inner.number
 
 
 def _takes_part(reducer: CoreReducer) -> bool:
@@ -228,7 +237,7 @@ def _takes_part(reducer: CoreReducer) -> bool:
     unused = reducer.extension(Unused)
     # A pass may go through a module without using its parameters.
     return (
-        _is_running(reducer)
+        _running(reducer) is not None
         or will_accumulate_any(reducer)
         or (unused is not None and unused.will_enter())
     )

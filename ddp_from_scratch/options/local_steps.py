@@ -62,8 +62,8 @@ class LocalSteps(Extension):
         reducer: CoreReducer = self._of()
         last, gradient = self._last.get(optimizer), self._first_gradient(optimizer)
         self._last[optimizer] = _Step.of(reducer.iteration, gradient)
-        if reducer.local:
-            self._look(optimizer, reducer.local, "came from a backward pass under no_sync()")
+        if local := reducer.average.local:
+            self._look(optimizer, local, "came from a backward pass under no_sync()")
         elif reducer.iteration == 0 if last is None else last.has_new(reducer.iteration, gradient):
             # An average that the program has scaled or clipped once more is new, too.
             is_average = reducer.iteration > 0 and last is not None and last.gradient() is gradient

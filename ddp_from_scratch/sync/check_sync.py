@@ -125,7 +125,8 @@ class DriftCheck(Check):
         iteration = reducer.iteration + 1
         if not is_due:
             return None
-        has_no_data = reducer.joining and reducer.sender.mean == 0  # not compared
+        plan = reducer.average.plan
+        has_no_data = reducer.joining and plan is not None and plan.sends_zeros  # not compared
         with on_gpu_of(self._module):
             stepped = list(self._optimizers)
             optimizers = _by_what_they_step(self._module, stepped) if stepped else {}

@@ -81,7 +81,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         weight = self._begin_step(has_data=True)
         self._averaged = self.reducer.will_average
         if self._averaged:
-            self.reducer.sender.set_weight(None if self.by_initial_world_size else weight.value)
+            self.reducer.set_weight(None if self.by_initial_world_size else weight.value)
 
     def on_forward(self) -> None:
         """Calls `notify` in training, not where a checkpoint recomputes a forward pass."""

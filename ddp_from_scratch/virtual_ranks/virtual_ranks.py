@@ -61,7 +61,7 @@ class VirtualRanks(Extension):
         super().attach(reducer)
         self._process_group = reducer.process_group
         self._check()
-        reducer.sender.set_hook(self.reduction.average, reducer.process_group)
+        reducer.set_hook(self.reduction.average, reducer.process_group)
 
     def _check(self) -> None:
         self.range()

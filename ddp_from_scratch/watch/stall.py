@@ -35,7 +35,7 @@ class Progress(NamedTuple):
     def of(cls, reducer: CoreReducer) -> "Progress":
         """Reads the position of the current step. Any thread may call it."""
         # Reads the buckets once, because they may be rebuilt meanwhile.
-        launched, buckets, names = reducer.next_bucket, reducer.all_buckets, reducer.names
+        launched, buckets, names = reducer.average.next_bucket, reducer.all_buckets, reducer.names
         waits = "the end of the backward pass" if 0 < launched == len(buckets) else None
         if under_way := [bucket for bucket in buckets[:launched] if not bucket.arrived]:
             inside = shortened([names[index] for index in under_way[0].members], 3)

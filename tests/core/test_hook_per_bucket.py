@@ -177,7 +177,7 @@ def test_hooks_keep_their_place_among_those_of_the_program(world):
     reducer = ddp.Reducer(model)
     once(model, 0, world.rank)
     last = model.get_parameter(reducer.ready_order[-1])
-    last.register_post_accumulate_grad_hook(lambda _: seen.append(reducer.next_bucket))
+    last.register_post_accumulate_grad_hook(lambda _: seen.append(reducer.average.next_bucket))
     reducer.lay_out([1, 2**20])
     once(model, 1, world.rank)
     # Registered later, called later: every bucket has been launched.
