@@ -414,7 +414,7 @@ def test_the_module_leaves_without_hooks(world):
             assert passes not in net._forward_hooks.values()
         else:
             for module in (net, other):
-                with pytest.warns(FutureWarning, match="deprecated"):
+                with pytest.warns((FutureWarning, DeprecationWarning), match="deprecated"):
                     torch.jit.script(module)
                 assert type(copy.deepcopy(module)._forward_hooks) is OrderedDict
         # The hooks are there, but for calls: a changed module is noticed.
@@ -435,7 +435,7 @@ def pickletools_names(pickled):
 @on("gloo-2")
 def test_a_scripted_module_and_an_average_of_weights(world):
     net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    with pytest.warns(FutureWarning, match="deprecated"):
+    with pytest.warns((FutureWarning, DeprecationWarning), match="deprecated"):
         scripted = torch.jit.script(net)
     for module in (scripted, net):
         model = Ours(module)
