@@ -15,6 +15,7 @@ from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.core.view_bucket import ViewBucket
 from ddp_from_scratch.node import gloo_alone, shared_memory_group
 from ddp_from_scratch.options import launch_order
 from ddp_from_scratch.options.buffers import BufferSync
@@ -31,7 +32,6 @@ from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.stats import ReducerStats
 from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.options.unused import Unused
-from ddp_from_scratch.options.views import Views
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.sync.check_sync import DriftCheck
 from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction
@@ -175,8 +175,6 @@ class Reducer(CoreReducer):
 
         def options() -> Iterator[Extension]:
             # In call order: layout first, comparisons last. An option that is off costs nothing.
-            if gradient_as_bucket_view or fuse_wgrad:
-                yield Views()
             yield self._checks
             if not local_steps:
                 yield LocalSteps()
@@ -219,6 +217,7 @@ class Reducer(CoreReducer):
             layout,
             bucket_caps=caps,
             overlap=overlap,
+            views=gradient_as_bucket_view or fuse_wgrad,
             ready_order=ready_order,
             # Ranks may be lost, and partial sums have memory of their own.
             drops_at_once=virtual_ranks is not None,
@@ -283,8 +282,7 @@ class Reducer(CoreReducer):
         """
         self.check_current()
         self._check_idle("gradients that wait for their average cannot move into their buckets")
-        if self.extension(Views) is None:
-            self.add_extension(Views())
+        self.lay_out(kind=ViewBucket)
 
     def set_static_graph(self) -> None:
         """Switches to `static_graph=True` from the next forward pass on. Idempotent.

@@ -3,9 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch.distributed as dist
-
-from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.bucket import Averaging
 
 
 @dataclass
@@ -15,29 +13,6 @@ class BackwardPass:
     number: int  # autograd's
     thread: int  # in which it began
     failed: bool = False  # an exception has ended it, so autograd never runs its callback
-
-
-@dataclass(frozen=True)
-class Averaging:
-    """How the buckets of an average are packed and sent: the same for all of them.
-
-    Attributes:
-        hook, state: `hook(state, bucket)` starts to average a bucket.
-        on_side_stream: True if that runs on a side stream, for buckets on a GPU.
-        op: what the collective computes. None: the hook divides.
-        scale, mean: the factors for packing flat and sparse gradients.
-        sends_zeros: True if this rank has no data.
-        keeps_gradients: True if each gradient is its own average, so nothing is packed or sent.
-    """
-
-    hook: CommHook
-    state: object
-    on_side_stream: bool
-    op: dist.ReduceOp.RedOpType | None
-    scale: float
-    mean: float
-    sends_zeros: bool
-    keeps_gradients: bool
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """A flat buffer for the gradients of several parameters: pack, launch, wait, unpack."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import accumulate, repeat
 from operator import attrgetter, is_
@@ -39,7 +41,126 @@ class BucketState(Enum):
     LANDED = auto()  # the buffer holds the average, `.grad` does not yet
 
 
-class Bucket:
+@dataclass(frozen=True)
+class Averaging:
+    """How the buckets of an average are packed and sent: the same for all of them.
+
+    Attributes:
+        hook, state: `hook(state, bucket)` starts to average a bucket.
+        on_side_stream: True if that runs on a side stream, for buckets on a GPU.
+        op: what the collective computes. None: the hook divides.
+        scale, mean: the factors for packing flat and sparse gradients.
+        sends_zeros: True if this rank has no data.
+        keeps_gradients: True if each gradient is its own average, so nothing is packed or sent.
+    """
+
+    hook: CommHook
+    state: Any = None
+    on_side_stream: bool = False
+    op: dist.ReduceOp.RedOpType | None = None
+    scale: float = 1.0
+    mean: float = 1.0
+    sends_zeros: bool = False
+    keeps_gradients: bool = False
+
+
+class Bucket(ABC):
+    """Gradients that are averaged together.
+
+    Args:
+        members: indices of the parameters.
+        index: its place in the launch order.
+        name, label: for errors, and for torch.profiler.
+
+    Attributes:
+        state: only `launch`, `keep`, `wait` and `unpack` change it.
+        missing, unused: members neither ready nor unused; members without a gradient in this pass,
+            which contribute the `.grad` that earlier passes left, or zeros.
+        noted: members whose gradient autograd has noted without a call of the Reducer.
+    """
+
+    # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
+    keeps_no_graph = ""
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        parameters: Sequence[torch.nn.Parameter],
+        index: int,
+        name: str,
+        label: str,
+    ) -> None:
+        self.members: tuple[int, ...] = tuple(members)
+        self.name = name
+        self.label = label
+        self.state: BucketState = BucketState.FILLING
+        self.missing: set[int] = set(self.members)
+        self.unused: set[int] = set()
+        self.noted: dict[int, torch.Tensor] = {}
+        self._parameters, self._index = list(parameters), index
+
+    def index(self) -> int:
+        return self._index
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return list(self._parameters)
+
+    @property
+    def begun(self) -> bool:
+        """True if a member is ready or unused."""
+        return len(self.missing) < len(self._parameters) or bool(self.noted)
+
+    def mark_unused(self, index: int) -> None:
+        """Marks a member that gets no gradient in this pass. A no-op if it is ready."""
+        if index in self.missing:
+            self.missing.discard(index)
+            self.unused.add(index)
+
+    @abstractmethod
+    def pack(self, plan: Averaging) -> Collection[int]:
+        """Copies the gradients, divided if the plan says so. Raises if the bucket is launched.
+
+        Returns members that were ready but whose `.grad` is None. They contribute zeros, as unused.
+        """
+
+    @abstractmethod
+    def keep(self) -> bool:
+        """Leaves the gradients where they are, as their own average on one rank.
+
+        Instead of `pack` and `launch`; raises as `pack`. Returns False, without effect, if that
+        does not give the result of `pack` and `launch`.
+        """
+
+    @abstractmethod
+    def launch(self, plan: Averaging) -> None:
+        """Starts to average what `pack` has copied."""
+
+    @property
+    @abstractmethod
+    def arrived(self) -> bool:
+        """True if this bucket waits for no other rank. Safe to call from any thread."""
+
+    @abstractmethod
+    def when_landed(self, callback: Callable[[], None]) -> None:
+        """Calls back, from any thread, when the average has arrived or failed."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Waits for the average. A no-op if nothing was launched."""
+
+    @abstractmethod
+    def unpack(self, used: Collection[int] | None = None) -> None:
+        """Puts an average that has landed into `.grad`, and empties the bucket. Idempotent.
+
+        Parameters that are not among the `used` keep their `.grad`; None means all.
+        """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Empties the bucket, whatever became of its launch. Idempotent."""
+
+
+class FlatBucket(Bucket):
     """Gradients that are averaged together, in one flat tensor.
 
         gradients   | a |   | b |   | c |        a tensor each
@@ -62,13 +183,12 @@ class Bucket:
         strides: of each member's window; None takes the parameters' own.
         index, is_last: its place in the launch order.
         name, label: for errors, and for torch.profiler.
+
+    Attributes:
+        shared: members that another Reducer averages, too.
+        op: turns the packed buffer into the average; None leaves the choice to the comm hook.
     """
 
-    is_sparse = False
-    packs_early = False  # True if `pack_one` must be called for each gradient as it arrives
-    # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
-    keeps_no_graph = ""
-    # Members that another Reducer averages, too.
     shared: frozenset[int] = frozenset()
 
     def __init__(
@@ -82,10 +202,8 @@ class Bucket:
         name: str = "a bucket",
         label: str = "ddp.bucket",
     ) -> None:
-        self.members: tuple[int, ...] = tuple(members)
-        self.name = name
-        self.label = label
-        self._parameters, self._index, self._is_last = list(parameters), index, is_last
+        super().__init__(members, parameters, index, name, label)
+        self._is_last = is_last
         *offsets, numel = accumulate((p.numel() for p in parameters), initial=0)
         self.offsets: tuple[int, ...] = tuple(offsets)  # where each member's gradient begins
         first = self._parameters[0]
@@ -96,21 +214,13 @@ class Bucket:
         # cast to 16-bit floats.
         self._real = as_real(flat)
         self._on_gpu = gpu.is_gpu(flat.device)
-        self._sent = self._real  # what the comm hook sends, and may replace
+        # What the comm hook sends, and may replace: `buffer()` for this package's hooks.
+        self.sent: torch.Tensor = self._real
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
         self.views: list[torch.Tensor] = self.windows_of(flat)
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
         # True if one call copies all members.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
-        # Only `launch`, `wait` and `unpack` change it.
-        self.state: BucketState = BucketState.FILLING
-        # Members neither ready nor unused; those without a gradient in this pass, which contribute
-        # the `.grad` that earlier passes left, or zeros.
-        self.missing: set[int] = set(self.members)
-        self.unused: set[int] = set()
-        # Members whose gradient autograd has noted without a call of the Reducer.
-        self.noted: dict[int, torch.Tensor] = {}
-        # Turns the packed buffer into the average; None leaves the choice to the comm hook.
         self.op: dist.ReduceOp.RedOpType | None = None
         # Held until the average is there, so that Python need not wrap each `.grad` again.
         self._sources: list[torch.Tensor] = []
@@ -121,9 +231,6 @@ class Bucket:
 
     # For comm hooks -----------------------------------------------------------------------------
 
-    def index(self) -> int:
-        return self._index
-
     def is_last(self) -> bool:
         return self._is_last
 
@@ -132,20 +239,20 @@ class Bucket:
 
         A complex number is two elements, its real and its imaginary part.
         """
-        return self._sent
+        return self.sent
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Replaces what `buffer()` returns, until the next launch."""
         if buffer.numel() != self._real.numel():
             raise ValueError(f"the buffer must have {self._real.numel()}, got {buffer.numel()}")
-        self._sent = buffer
+        self.sent = buffer
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns a window of `buffer()` for each member, with the shape of its parameter.
 
         For complex numbers it has one dimension more, of size 2, as in `torch.view_as_real`.
         """
-        return self.windows_of(self._sent)
+        return self.windows_of(self.sent)
 
     def windows_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns each member's window of another flat tensor of the size of `flat` or `buffer()`.
@@ -167,31 +274,12 @@ class Bucket:
             self._scratch = in_huge_pages(torch.empty(shape, dtype=dtype, device=self.flat.device))
         return self._scratch
 
-    def parameters(self) -> list[torch.nn.Parameter]:
-        return list(self._parameters)
-
-    # Ready --------------------------------------------------------------------------------------
-
-    @property
-    def begun(self) -> bool:
-        """True if a member is ready or unused."""
-        return len(self.missing) < len(self._parameters) or bool(self.noted)
-
-    def mark_unused(self, index: int) -> None:
-        """Marks a member that gets no gradient in this pass. A no-op if it is ready."""
-        if index in self.missing:
-            self.missing.discard(index)
-            self.unused.add(index)
-
     # Pack ---------------------------------------------------------------------------------------
 
-    def pack(self, scale: float) -> Collection[int]:
-        """Copies the gradients in, multiplied by `scale`. Raises if the bucket is launched.
-
-        Returns members that were ready but whose `.grad` is None. They contribute zeros, as unused.
-        """
+    def pack(self, plan: Averaging) -> Collection[int]:
         if self.state is not BucketState.FILLING:
             raise self._again()
+        self.op = plan.op
         windows, sources, gone = self.views, [*map(gradient_of, self._parameters)], set[int]()
         if any(map(is_, sources, repeat(None))):
             windows = []
@@ -205,15 +293,12 @@ class Bucket:
             gone -= self.unused
             self.unused |= gone
         self._sources = sources
-        self._copy_scaled(windows, sources, scale)
+        self._copy_scaled(windows, sources, plan.scale)
+        if plan.sends_zeros:
+            self.flat.zero_()  # scaling by 0 would keep NaN
         return gone
 
     def keep(self) -> bool:
-        """Leaves the gradients where they are, as their own average on one rank.
-
-        Instead of `pack` and `launch`; raises as `pack`. Returns False, without effect, if one is
-        missing or must be in the buffer.
-        """
         if self.state is not BucketState.FILLING:
             raise self._again()
         if any(map(is_, map(gradient_of, self._parameters), repeat(None))):
@@ -242,10 +327,6 @@ class Bucket:
         """Returns members whose gradient was packed, but whose `.grad` is None since then."""
         return {i for i, parameter, _ in self._rows if parameter.grad is None} - self.unused
 
-    def contribute_zeros(self) -> None:
-        """Replaces the packed gradients with zeros. Scaling by 0 would keep NaN."""
-        self.flat.zero_()
-
     def _again(self) -> RuntimeError:
         return RuntimeError(f"bucket {self._index} is launched a second time")
 
@@ -265,21 +346,20 @@ class Bucket:
 
     # Launch -------------------------------------------------------------------------------------
 
-    def launch(self, hook: CommHook, state: Any, aside: bool = False) -> None:
-        """Calls the comm hook, `aside` on a side stream if the bucket is on a GPU."""
-        self._sent = self._real
-        if aside and self._on_gpu:
+    def launch(self, plan: Averaging) -> None:
+        self.sent = self._real
+        if plan.on_side_stream and self._on_gpu:
             # From torch 2.15 on, NCCL's `get_future` makes the current stream wait for the
             # collective, which would end the overlap if it were backward's stream.
             with gpu.aside(self.flat.device) as stream:
-                future = hook(state, self)
+                future = plan.hook(plan.state, self)
                 self._launched = stream.record_event()
         else:
-            future = hook(state, self)
+            future = plan.hook(plan.state, self)
         if not isinstance(future, torch._C.Future):
             raise TypeError(
                 f"a comm hook must return a torch.futures.Future, "
-                f"{getattr(hook, '__name__', hook)} returned {type(future).__name__}"
+                f"{getattr(plan.hook, '__name__', plan.hook)} returned {type(future).__name__}"
             )
         self._future, self.state = future, BucketState.LAUNCHED
 
@@ -287,17 +367,14 @@ class Bucket:
 
     @property
     def arrived(self) -> bool:
-        """True if this bucket waits for no other rank. Safe to call from any thread."""
         future = self._future  # read once: `unpack` in another thread may set it to None
         return future is None or future.done()
 
     def when_landed(self, callback: Callable[[], None]) -> None:
-        """Calls back, from any thread, when the average has arrived or failed."""
         if self._future is not None:
             self._future.then(lambda _: callback())
 
     def wait(self) -> None:
-        """Waits until the average is in the buffer. A no-op if nothing was launched."""
         if self.state is not BucketState.LAUNCHED or self._future is None:
             return
         average = self._future.wait()
@@ -317,10 +394,6 @@ class Bucket:
     # Unpack -------------------------------------------------------------------------------------
 
     def unpack(self, used: Collection[int] | None = None) -> None:
-        """Copies averages that have landed into `.grad`, and empties the bucket. Idempotent.
-
-        Parameters that are not among the `used` keep their `.grad`; None means all.
-        """
         if self.state is BucketState.LANDED:
             windows, gradients = self.views, [*map(gradient_of, self._parameters)]
             if used is not None or any(map(is_, gradients, repeat(None))):
@@ -344,22 +417,9 @@ class Bucket:
         self.reset()
 
     def reset(self) -> None:
-        """Empties the bucket, whatever became of its launch. Idempotent."""
         self._future = self._launched = None
         self._sources = []
         self.noted.clear()
-        self._sent, self.state = self._real, BucketState.FILLING
+        self.sent, self.state = self._real, BucketState.FILLING
         self.missing.update(self.members)
         self.unused.clear()
-
-    # For gradients that lie in the bucket: `options/views.py` -----------------------------------
-
-    def claim(self, index: int) -> torch.Tensor | None:
-        return None
-
-    def pack_one(self, index: int, scale: float) -> None: ...
-    def restore_grads(self) -> None: ...
-    def saved(self) -> dict[int, torch.Tensor]:
-        return {}
-
-    def load(self, saved: Mapping[int, torch.Tensor]) -> None: ...

@@ -44,8 +44,8 @@ from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group, of_member
-from ddp_from_scratch.core.average import Averaging
-from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
+from ddp_from_scratch.core.average import Average
+from ddp_from_scratch.core.bucket import Averaging, CommHook, FlatBucket, Future
 
 Group = dist.ProcessGroup | None
 Hook = TypeVar("Hook", bound=Callable[..., Future])
@@ -69,14 +69,14 @@ def comm_hook(
 # `functools.wraps` copies what is declared here, and a wrapper may start a second collective. So
 # `set_hook` recognises `average` itself.
 @comm_hook()
-def average(process_group: Group, bucket: Bucket) -> Future:
+def average(process_group: Group, bucket: FlatBucket) -> Future:
     """All-reduces the bucket to its average (or sum), with the bits of torch's DDP. The default."""
     op = divide(process_group, bucket) if bucket.op is None else bucket.op
     # The collective's own future, whose value is a list: no callback runs on its thread.
-    return all_reduce(bucket, bucket.buffer(), process_group, op)
+    return all_reduce(bucket, bucket.sent, process_group, op)
 
 
-def divide(process_group: Group, bucket: Bucket) -> Any:
+def divide(process_group: Group, bucket: FlatBucket) -> Any:
     """Divides a bucket that its Reducer has not divided; returns the reduction that is left."""
     if (op := _reduction(process_group)) == dist.ReduceOp.SUM:
         # A division: see the head of this file.
@@ -97,7 +97,7 @@ def is_ours(hook: CommHook) -> bool:
 
 
 def all_reduce(
-    bucket: Bucket,
+    bucket: FlatBucket,
     tensor: torch.Tensor,
     process_group: Group,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
@@ -185,16 +185,18 @@ class Sender:
         ours = self.process_group or dist.group.WORLD
         return is_ours(self.hook) and (named or dist.group.WORLD) is ours
 
-    def plan(self, weight: Callable[[], float] | None) -> Averaging:
-        """Plans an average. Waits for all ranks' weights, if there are any."""
+    def plan(self, average: Average) -> Averaging:
+        """Plans an average, before its first gradient is packed; waits for all ranks' weights."""
         own: Any = self.process_group or dist.group.WORLD
-        if weight is not None:
-            return self._planned(own, weight())
+        if average.weight is not None:
+            average.plan = self._new_plan(own, average.weight())
+            return average.plan
         if self._plan is None or self._planned_for() is not own:
-            self._plan, self._planned_for = self._planned(own, 1.0), weakref.ref(own)
-        return self._plan
+            self._plan, self._planned_for = self._new_plan(own, 1.0), weakref.ref(own)
+        average.plan = self._plan
+        return average.plan
 
-    def _planned(self, own: dist.ProcessGroup, weight: float) -> Averaging:
+    def _new_plan(self, own: dist.ProcessGroup, weight: float) -> Averaging:
         sends, state = self.group(), self.state
         hook: Callable[..., Future] = self.hook
         # The state of this library's hooks is the Reducer's group, or names it. They send through

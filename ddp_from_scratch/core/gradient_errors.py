@@ -2,7 +2,7 @@
 
 import torch
 
-from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 
 
 def taken_gradient(name: str, rank: int) -> RuntimeError:
@@ -28,7 +28,7 @@ def check_gradient(gradient: torch.Tensor | None, bucket: Bucket, name: str, ran
     """Raises a RuntimeError if the bucket cannot hold this gradient."""
     if gradient is None:
         return
-    if gradient.is_sparse and not bucket.is_sparse:
+    if gradient.is_sparse and isinstance(bucket, FlatBucket):
         raise RuntimeError(
             f"the gradient of parameter {name} is sparse on rank {rank}, but its module does not "
             f"declare it: only the weights of Embedding and EmbeddingBag with sparse=True are "

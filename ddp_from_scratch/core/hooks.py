@@ -15,7 +15,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.bucket import FlatBucket
+from ddp_from_scratch.core.view_bucket import ViewBucket
 
 Handle = torch.utils.hooks.RemovableHandle
 # Autograd's number for the backward pass that this thread executes; -1 outside of backward.
@@ -57,7 +58,7 @@ class Hooks:
         # Module hooks run only if the program calls the whole module; this check always runs.
         self.ids: frozenset[int] = frozenset(map(id, parameters))
         self.per_bucket: bool = False  # True if autograd does not call for every gradient
-        self._chosen: tuple[bool, tuple[Bucket, ...]] = (True, ())
+        self._chosen: tuple[bool, tuple[FlatBucket, ...]] = (True, ())
         _watch_steps()
         _living[id(reducer)] = reducer
         # The parameters may outlive the Reducer, but their hooks must not.
@@ -75,17 +76,18 @@ class Hooks:
         self._chosen = each, reducer.flat_buckets
         reducer.count_noted()
         hooks: dict[int, Callable[[torch.Tensor], None]] = {}
+        self.per_bucket = False
         if not each:
             first = reducer.layout.index_of[reducer.ready_order[0]]
             for bucket in reducer.flat_buckets:
                 # Not a parameter with a hook of the program's, which may clear the gradient.
                 others = filter(self._has_foreign, bucket.members)
-                noted = {*bucket.members[:-1]} - {first, *others}
-                if noted and not bucket.packs_early:
-                    hooks |= {index: partial(setitem, bucket.noted, index) for index in noted}
-                    last = bucket.members[-1]
-                    hooks[last] = partial(reducer.last_ready, self._reducer, last)
-        self.per_bucket = bool(hooks)
+                last, noted = bucket.members[-1], {*bucket.members[:-1]} - {first, *others}
+                if last == first or (isinstance(bucket, ViewBucket) and bucket.packs_early):
+                    continue
+                hooks |= {index: partial(setitem, bucket.noted, index) for index in noted}
+                hooks[last] = partial(reducer.last_ready, self._reducer, last)
+                self.per_bucket |= bool(noted)
         for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
             table = handle.hooks_dict_ref()
             if table is not None and handle.id in table:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.memory import dense_strides, grad_dtype, zeros
-from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 
 # As in torch's DDP. The first bucket is small, so that the first all-reduce starts early.
 FIRST_BUCKET_CAP_MB = 1.0
@@ -135,12 +135,12 @@ class Layout:
     def make(
         self,
         plan: Sequence[tuple[int, ...]],
-        kind: type[Bucket],
+        kind: type[FlatBucket],
         process_group: dist.ProcessGroup | None,
-    ) -> tuple[list[Bucket], list[Bucket]]:
+    ) -> tuple[list[FlatBucket], list[Bucket]]:
         """Makes flat buckets of this kind, one behind the other in memory, and those apart."""
         flat = [members for members in plan if members[0] < self._in_flat]
-        ends, buckets = dict.fromkeys(self._memory, 0), list[Bucket]()
+        ends, buckets = dict.fromkeys(self._memory, 0), list[FlatBucket]()
         for index, members in enumerate(flat):
             parameters = [self.parameters[member] for member in members]
             _, key = self._gradients[members[0]]

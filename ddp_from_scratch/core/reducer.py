@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any, TypeVar
@@ -18,14 +19,21 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.common.errors import shortened
-from ddp_from_scratch.core.average import Average, Averaging, BackwardPass
-from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, gradient_of
+from ddp_from_scratch.core.average import Average, BackwardPass
+from ddp_from_scratch.core.bucket import (
+    Bucket,
+    BucketState,
+    CommHook,
+    FlatBucket,
+    gradient_of,
+)
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Calls, Extension
 from ddp_from_scratch.core.gradient_errors import check_gradient, second_gradient, taken_gradient
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
 from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.core.policies import LaunchOrder, Usage
+from ddp_from_scratch.core.view_bucket import ViewBucket
 
 Kind = TypeVar("Kind", bound=Extension)
 NO_SPAN = nullcontext()  # where no profiler runs
@@ -53,7 +61,7 @@ class CoreReducer:
         by_hand: True while `average_now` averages, without a backward pass.
         needs_each: True if autograd must call for each gradient: a pass may end before all of them.
         drops_at_once: True if a step that is dropped does not wait for what is in flight.
-        packs_early: True if a bucket packs each gradient as it arrives.
+        view_buckets: the flat buckets, if `.grad` is a window of a bucket; else empty.
         usage, order: the policies, if any (`policies.py`).
         step_bucket: steps the parameters of a bucket that has landed; see `step_in_backward`.
     """
@@ -66,6 +74,7 @@ class CoreReducer:
         *,
         bucket_caps: Sequence[int],
         overlap: bool = True,
+        views: bool = False,
         ready_order: Sequence[str] | None = None,
         drops_at_once: bool = False,
         extensions: Iterable[Extension] = (),
@@ -99,12 +108,12 @@ class CoreReducer:
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         # Held while buckets change: autograd has a thread for each device, and hooks run in all.
         self.lock: threading.Lock = threading.Lock()
-        self._bucket_type: type[Bucket] = Bucket
+        self._bucket_type: type[FlatBucket] = ViewBucket if views else FlatBucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()
-        self.flat_buckets: tuple[Bucket, ...] = ()
+        self.flat_buckets: tuple[FlatBucket, ...] = ()
+        self.view_buckets: tuple[ViewBucket, ...] = ()
         self.bucket_of: dict[int, Bucket] = {}
-        self.packs_early: bool = False
         self._shared: frozenset[int] = frozenset()
         self.hooks: Hooks | None = None
         self.lay_out()
@@ -151,27 +160,34 @@ class CoreReducer:
         return self.usage is not None and self.usage.may_be_unused
 
     @property
+    def has_views(self) -> bool:
+        """True if `.grad` is a window of its bucket."""
+        return self._bucket_type is ViewBucket
+
+    @property
     def keeps_layout(self) -> bool:
         """True if the buckets keep their first layout."""
         return self.usage is not None and self.usage.keeps_layout
 
     # Layout -------------------------------------------------------------------------------------
 
-    def lay_out(self, caps: Sequence[int] | None = None, kind: type[Bucket] | None = None) -> None:
+    def lay_out(
+        self, caps: Sequence[int] | None = None, kind: type[FlatBucket] | None = None
+    ) -> None:
         """Rebuilds the buckets, if they change, and moves gradients from the old ones."""
         self.caps, kind = caps or self.caps, kind or self._bucket_type
         # Before the order is known, a guess: last layer first.
         plan = self.layout.plan(self.ready_order or self.names[::-1], self.caps)
         if kind is not self._bucket_type or plan != [b.members for b in self.all_buckets]:
             self._bucket_type, saved = kind, dict[int, torch.Tensor]()
-            for bucket in self.flat_buckets:
-                saved |= bucket.saved()
+            for bucket in self.view_buckets:
+                saved |= bucket.snapshot()
             flat, apart = self.layout.make(plan, kind, self.process_group)
-            for bucket in flat:
-                bucket.load(saved)
             self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
+            self.view_buckets = tuple(b for b in flat if isinstance(b, ViewBucket))
+            for bucket in self.view_buckets:
+                bucket.restore(saved)
             self.bucket_of = {i: bucket for bucket in self.all_buckets for i in bucket.members}
-            self.packs_early = any(bucket.packs_early for bucket in flat)
         self.set_shared(self._shared)
         self._hook_parameters()
 
@@ -282,8 +298,8 @@ class CoreReducer:
         if gradient is None:
             bucket.mark_unused(index)
         else:
-            if bucket.packs_early:
-                plan = self.average.plan or self._plan()
+            if isinstance(bucket, ViewBucket) and bucket.packs_early:
+                plan = self.average.plan or self.sender.plan(self.average)
                 if not plan.keeps_gradients:
                     bucket.pack_one(index, plan.scale)
             bucket.missing.discard(index)
@@ -303,7 +319,7 @@ class CoreReducer:
         self.backward = BackwardPass(current_pass(), threading.get_ident())
         if not self.average.next_bucket:
             self.average.plan = None  # of a pass that failed; the group may be another one now
-        notices_errors = self.order is not None or self.packs_early
+        notices_errors = self.order is not None or any(b.packs_early for b in self.view_buckets)
         at_end = EndOfPass(self) if notices_errors else self.end_pass
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
         for on_begin in self.calls.on_begin:
@@ -343,6 +359,10 @@ class CoreReducer:
 
     def launch_full_buckets(self, early: bool = False) -> None:
         """Launches buckets up to the first that is not full. `early`: backward still runs."""
+        if torch.is_grad_enabled():  # outside of a backward pass, or with create_graph=True
+            with torch.no_grad():
+                self.launch_full_buckets(early)
+            return
         if early and not self.overlap:
             return
         if early and self.order is not None and not self.order.may_launch():
@@ -359,48 +379,35 @@ class CoreReducer:
                 self._pack_and_launch(bucket)
             average.next_bucket += 1
 
-    @torch.no_grad()
     def _pack_and_launch(self, bucket: Bucket) -> None:
         profiled = torch.autograd.profiler._is_profiler_enabled
         for on_launch in self.calls.on_launch:
             on_launch(bucket)
         try:  # Extensions must end what they began in `on_launch`, even if the comm hook raises.
             with record_function(f"{bucket.label}: pack") if profiled else NO_SPAN:
-                plan = self.average.plan or self._plan()
+                plan = self.average.plan or self.sender.plan(self.average)
                 # An extension may look into a packed bucket.
                 if plan.keeps_gradients and not self.calls.on_packed and bucket.keep():
                     return
-                self._pack(bucket, plan)
+                try:
+                    gone = bucket.pack(plan)
+                except RuntimeError:
+                    self._check_gradients(bucket)
+                    raise
+                if gone:
+                    self.average.error = taken_gradient(self.names[min(gone)], self.rank)
             for on_packed in self.calls.on_packed:
                 on_packed(bucket)
             with record_function(f"{bucket.label}: launch") if profiled else NO_SPAN:
-                bucket.launch(plan.hook, plan.state, plan.on_side_stream)
+                bucket.launch(plan)
         finally:
             for on_launched in self.calls.on_launched:
                 on_launched(bucket)
 
-    def _pack(self, bucket: Bucket, plan: Averaging) -> None:
-        bucket.op = plan.op
-        try:
-            gone = bucket.pack(plan.mean if bucket.is_sparse else plan.scale)
-        except RuntimeError:
-            # A flat buffer takes no sparse gradient. Only passes that fail pay for checks.
-            for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
-                check_gradient(parameter.grad, bucket, self.names[index], self.rank)
-            raise
-        if gone:
-            self.average.error = taken_gradient(self.names[min(gone)], self.rank)
-        if plan.sends_zeros:
-            bucket.contribute_zeros()
-
-    def _plan(self) -> Averaging:
-        """Plans the average, before its first gradient is packed; waits for all weights."""
-        for on_wait in self.calls.on_wait:
-            on_wait(None)
-        self.average.plan = plan = self.sender.plan(self.average.weight)
-        for on_waited in self.calls.on_waited:
-            on_waited(None)
-        return plan
+    def _check_gradients(self, bucket: Bucket) -> None:
+        """Raises if the bucket cannot hold a gradient. Only passes that have failed pay for it."""
+        for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
+            check_gradient(parameter.grad, bucket, self.names[index], self.rank)
 
     def set_hook(self, hook: CommHook, state: Any) -> None:
         """Averages each bucket with `hook(state, bucket)` from now on."""
@@ -409,12 +416,21 @@ class CoreReducer:
 
     def set_weight(self, weight: Callable[[], float] | None) -> None:
         """Sets the factor of this rank's gradients in the next average; None means 1."""
-        self.average.weight, self.average.plan = weight, None
+        self.average.weight = weight and partial(self._await_weight, weight)
+        self.average.plan = None
+
+    def _await_weight(self, weight: Callable[[], float]) -> float:
+        for on_wait in self.calls.on_wait:
+            on_wait(None)
+        factor = weight()
+        for on_waited in self.calls.on_waited:
+            on_waited(None)
+        return factor
 
     def await_hook(self) -> None:
         """Waits for the last bucket, if the comm hook allows only one in flight."""
         if self.average.next_bucket and not self.sender.concurrent:
-            self._wait(self.all_buckets[self.average.next_bucket - 1])
+            self._wait_traced(self.all_buckets[self.average.next_bucket - 1])
 
     # Wait, unpack -------------------------------------------------------------------------------
 
@@ -451,7 +467,7 @@ class CoreReducer:
 
     def restore_grads(self) -> None:
         """Moves packed gradients back to `.grad`, where a pass or zero_grad() expects them."""
-        for bucket in self.flat_buckets:
+        for bucket in self.view_buckets:
             bucket.restore_grads()
 
     def break_off(self, number: int) -> None:
@@ -475,7 +491,10 @@ class CoreReducer:
         takes_part = has_data and error is None
         used = None if self.usage is None else self.usage.agree_used()
         for bucket in self.all_buckets:
-            self._wait(bucket)
+            if profiled or self.calls.on_wait:
+                self._wait_traced(bucket)
+            else:
+                bucket.wait()
             landed = profiled and bucket.state is BucketState.LANDED
             with record_function(f"{bucket.label}: unpack") if landed else NO_SPAN:
                 bucket.unpack(used if takes_part else ())
@@ -497,7 +516,7 @@ class CoreReducer:
                 error = found if error is None else error
         return error
 
-    def _wait(self, bucket: Bucket) -> None:
+    def _wait_traced(self, bucket: Bucket) -> None:
         profiled = torch.autograd.profiler._is_profiler_enabled
         for on_wait in self.calls.on_wait:
             on_wait(bucket)

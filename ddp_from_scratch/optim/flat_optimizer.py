@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
-from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.shards import SHARDS, NoShards
 from ddp_from_scratch.optim.update_rules import (
@@ -123,7 +123,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.shard: str = shard
         # Of the gradients of the last step; empty unless the next average compares ranks.
         self.gradient_marks: dict[torch.Tensor, Mark] = {}
-        self._runs = dict[Bucket, list[FlatParams]]()
+        self._runs = dict[FlatBucket, list[FlatParams]]()
         name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
         self._shards = SHARDS[shard](name, reducer, self._rule, overlap_forward)
         self._check_groups()
@@ -271,7 +271,7 @@ class FlatOptimizer(torch.optim.Optimizer):
     # 1. arrange ---------------------------------------------------------------------------------
 
     @property
-    def _buckets(self) -> Sequence[Bucket]:
+    def _buckets(self) -> Sequence[FlatBucket]:
         return () if self._reducer is None else self._reducer.flat_buckets
 
     def _check_groups(self) -> None:
@@ -314,7 +314,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 run.gather([index], self.state, self.param_groups[run.group])
         self._arranged_for = (buckets, groups)
 
-    def _make_runs(self, bucket: Bucket, shared: set[int]) -> list[FlatParams]:
+    def _make_runs(self, bucket: FlatBucket, shared: set[int]) -> list[FlatParams]:
         """Moves the bucket's parameters into runs of one group each, except those that cannot."""
         rows = zip(self._groups_of(bucket), bucket.parameters(), bucket.views, strict=True)
         # None for a parameter that does not move.
@@ -334,14 +334,14 @@ class FlatOptimizer(torch.optim.Optimizer):
             if (group := groups[begin]) is not None
         ]
 
-    def _groups_of(self, bucket: Bucket) -> list[int | None]:
+    def _groups_of(self, bucket: FlatBucket) -> list[int | None]:
         index_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         return [index_of.get(id(parameter)) for parameter in bucket.parameters()]
 
     # 2. step each run ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step_bucket(self, bucket: Bucket) -> None:
+    def _step_bucket(self, bucket: FlatBucket) -> None:
         for run in self._runs[bucket]:
             group = self.param_groups[run.group]
             members = self._shards.members(run)
@@ -388,7 +388,7 @@ class _BackwardAndStep:
                 return
             landed, self.norm = [*optimizer._runs], optimizer._clip(self._clip)
         for each in landed:
-            if each in optimizer._runs:
+            if isinstance(each, FlatBucket) and each in optimizer._runs:
                 self._averaged = True
                 optimizer._step_bucket(each)
                 for parameter in each.parameters() if optimizer.shard != "none" else ():

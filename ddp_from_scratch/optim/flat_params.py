@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ddp_from_scratch.common.memory import grad_dtype
-from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.bucket import FlatBucket
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule, check_state
 
 # Neighbours of one age in a run: the members `first` to `last - 1`, and their age (`UpdateRule`).
@@ -42,7 +42,7 @@ class FlatParams:
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: FlatBucket,
         members: slice,
         group: int,
         rule: UpdateRule,

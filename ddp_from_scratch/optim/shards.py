@@ -35,7 +35,7 @@ from ddp_from_scratch.common.group import (
     wait_all,
 )
 from ddp_from_scratch.common.memory import as_real, grad_dtype, in_huge_pages, same_memory, zeros
-from ddp_from_scratch.core.bucket import Bucket, CommHook, Future
+from ddp_from_scratch.core.bucket import CommHook, FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average, comm_hook
 from ddp_from_scratch.optim.flat_params import (
     FlatParams,
@@ -75,7 +75,7 @@ class NoShards:
         self._name, self._of, self._rule, self._overlap = name, reducer, rule, overlap
 
     def before_arranging(self) -> None: ...
-    def places(self, bucket: Bucket) -> Allocate:
+    def places(self, bucket: FlatBucket) -> Allocate:
         """Returns a function that makes memory for the parameters of each run, in order."""
         return self.allocate
 
@@ -83,7 +83,7 @@ class NoShards:
         """Makes memory for state."""
         return in_huge_pages(like.new_empty(numel))
 
-    def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None: ...
+    def arranged(self, runs: Mapping[FlatBucket, Runs], alone: Sequence[torch.Tensor]) -> None: ...
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
         """A context for the backward pass of `backward_and_step`."""
         return nullcontext()
@@ -108,7 +108,7 @@ class NoShards:
     def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
         run.update(stretches, group)
 
-    def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None: ...
+    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None: ...
     def synchronize(self) -> None:
         """Waits until all parameters are those after the last step."""
 
@@ -161,7 +161,7 @@ class Shards(NoShards):
         return self._of.sender.group()  # not kept, as it would keep a closed group's threads alive
 
     @property
-    def _buckets(self) -> Sequence[Bucket]:
+    def _buckets(self) -> Sequence[FlatBucket]:
         return self._of.flat_buckets
 
     def _ours(self) -> set[int]:
@@ -175,7 +175,7 @@ class Shards(NoShards):
             check_sync(module, self._of.process_group, ignore=others)
             self._checked = True
 
-    def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None:
+    def arranged(self, runs: Mapping[FlatBucket, Runs], alone: Sequence[torch.Tensor]) -> None:
         # Gradients in `.grad` may be local, so no parameter may be stepped alone.
         ours = self._ours()
         # Buckets have the same parameters in the same order on all ranks.
@@ -313,7 +313,7 @@ class NodeShards(Shards):
         # In `step` all ranks have the same averages or sums already, and AVG keeps them.
         self._shared.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
 
-    def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
+    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None:
         # After this barrier all parameters are written, and no rank reads another's gradients.
         self.forget_loaded()
         end = self._shared.free_unused if self._moved else self._shared.barrier().wait
@@ -337,14 +337,14 @@ class WorldShards(Shards):
         self._rank, self._size = self._group.rank(), self._group.size()
         self._is_native = traits(self._group).native is not None
         # By bucket: its parameters, and where the part of each rank begins in its gradients.
-        self._flats: dict[Bucket, torch.Tensor] = {}
-        self._bounds: dict[Bucket, list[int]] = {}
-        self._in_memory: dict[int, set[Bucket]] = {}
+        self._flats: dict[FlatBucket, torch.Tensor] = {}
+        self._bounds: dict[FlatBucket, list[int]] = {}
+        self._in_memory: dict[int, set[FlatBucket]] = {}
         # The waits for all-gathers under way. With `overlap`, forward passes call them.
-        self._arriving: dict[Bucket, Callable[[], None]] = {}
+        self._arriving: dict[FlatBucket, Callable[[], None]] = {}
         # The bucket whose all-gather also compares what the ranks have stepped with; what this rank
         # has; and a checksum of what each rank has, where they are compared later.
-        self._carrier: Bucket | None = None
+        self._carrier: FlatBucket | None = None
         self._stepped: list[Sequence[Stretch]] = []
         self._to_compare: tuple[str, torch.Tensor] | None = None
         # On gloo, whose collectives of this kind send too much, or not while they receive.
@@ -366,7 +366,7 @@ class WorldShards(Shards):
         """Returns the size of each share of so many elements."""
         return -(-numel // (BLOCK * self._size)) * BLOCK
 
-    def places(self, bucket: Bucket) -> Allocate:
+    def places(self, bucket: FlatBucket) -> Allocate:
         like = bucket.flat
         line = CACHE_LINE // like.itemsize
         numel = sum(-(-parameter.numel() // line) * line for parameter in bucket.parameters())
@@ -381,7 +381,7 @@ class WorldShards(Shards):
 
         return next_place
 
-    def arranged(self, runs: Mapping[Bucket, Runs], alone: Sequence[torch.Tensor]) -> None:
+    def arranged(self, runs: Mapping[FlatBucket, Runs], alone: Sequence[torch.Tensor]) -> None:
         super().arranged(runs, alone)
         self._flats = {bucket: self._flats[bucket] for bucket in runs}
         # By memory and not by parameter, since a program may read a view.
@@ -409,7 +409,7 @@ class WorldShards(Shards):
         """Returns a comm hook that averages only this rank's part of each bucket."""
 
         @comm_hook(one_collective=True, takes_divided=tree is None)
-        def reduce_scatter(state: Any, bucket: Bucket) -> Future:
+        def reduce_scatter(state: Any, bucket: FlatBucket) -> Future:
             group, buffer, bounds = self._group, bucket.flat, self._bounds[bucket]
             if not buffer.numel():
                 return _keep_local(state, bucket)
@@ -445,7 +445,7 @@ class WorldShards(Shards):
         super().step(run, stretches, group)
         self._stepped.append(stretches)
 
-    def end_step(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
+    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None:
         text = f"step of parts {_checksum(self._stepped)} with {self._text(groups)}"
         self._stepped.clear()
         self.forget_loaded()
@@ -469,7 +469,7 @@ class WorldShards(Shards):
     def synchronize(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
         if not self._arriving:
             return
-        read: set[Bucket] | None = None
+        read: set[FlatBucket] | None = None
         if parameters is not None:
             read = set()
             for place in map(_memory_of, parameters):
@@ -559,7 +559,7 @@ class WorldShards(Shards):
 
 
 @comm_hook(one_collective=True)
-def _keep_local(state: Any, bucket: Bucket) -> Future:
+def _keep_local(state: Any, bucket: FlatBucket) -> Future:
     """A comm hook that sends nothing, so the bucket keeps this rank's gradients."""
     future: Future = torch.futures.Future()
     future.set_result(bucket.flat)

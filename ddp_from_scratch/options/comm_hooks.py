@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.traits import traits
-from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.core.bucket import FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import Group, all_reduce, average, comm_hook
 
 __all__ = ["allreduce_hook", "average", "bf16_compress_hook", "fp16_compress_hook"]
@@ -34,13 +34,13 @@ class Later(Future):
 
 
 @comm_hook(one_collective=True)
-def allreduce_hook(process_group: Group, bucket: Bucket) -> Future:
+def allreduce_hook(process_group: Group, bucket: FlatBucket) -> Future:
     """As `average`, but the future's value is a tensor, as hooks that wrap this one expect."""
     return average(process_group, bucket).then(lambda future: future.value()[0])
 
 
 @comm_hook(one_collective=True, takes_divided=True)
-def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
+def fp16_compress_hook(process_group: Group, bucket: FlatBucket) -> Future:
     """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
 
     The division comes before the cast, in the bucket's own precision, so values are rounded once
@@ -53,12 +53,12 @@ def fp16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
 
 
 @comm_hook(one_collective=True, takes_divided=True)
-def bf16_compress_hook(process_group: Group, bucket: Bucket) -> Future:
+def bf16_compress_hook(process_group: Group, bucket: FlatBucket) -> Future:
     """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range."""
     return _compressed(torch.bfloat16, process_group, bucket)
 
 
-def _compressed(dtype: torch.dtype, process_group: Group, bucket: Bucket) -> Future:
+def _compressed(dtype: torch.dtype, process_group: Group, bucket: FlatBucket) -> Future:
     buffer = bucket.buffer()
     # A division: see `core/comm_hooks.py`.
     if bucket.op is None:  # not divided yet

@@ -3,7 +3,7 @@
 import torch
 
 from ddp_from_scratch.common.group import on_gpu_of
-from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 from ddp_from_scratch.core.extension import Check
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.sync.check_sync import gather_integers
@@ -26,8 +26,8 @@ class FiniteCheck(Check):
 
     def on_packed(self, bucket: Bucket) -> None:
         reducer: CoreReducer = self._of()
-        gradients = _sent(bucket, reducer) if bucket.is_sparse else bucket.views
-        (whole,) = gradients if bucket.is_sparse else [bucket.flat]
+        gradients = bucket.views if isinstance(bucket, FlatBucket) else _sent(bucket, reducer)
+        (whole,) = [bucket.flat] if isinstance(bucket, FlatBucket) else gradients
         if whole.sum().isfinite():
             return
         for index, gradient in zip(bucket.members, gradients, strict=True):

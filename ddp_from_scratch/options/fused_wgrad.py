@@ -16,6 +16,7 @@ from torch.nn import Linear, functional
 from ddp_from_scratch.core.bucket import BucketState
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.core.view_bucket import ViewBucket
 
 # The fewest weight elements of a fused layer. Below, the Python backward costs more than the copy
 # that it saves.
@@ -26,8 +27,9 @@ class FusedWgrad(Extension):
     """Makes the backward passes of linear layers write into the buckets.
 
     A fused layer's `forward` is replaced; copies of the layer have torch's. Only gradients that are
-    packed one by one (`Bucket.packs_early`) are written to buckets. torch computes all others, with
-    the same numbers. Convolutions are left to it: `aten::convolution_backward.out` copies, too.
+    packed one by one (`ViewBucket.packs_early`) are written to buckets. torch computes all others,
+    with the same numbers. Convolutions are left to it: `aten::convolution_backward.out` copies,
+    too.
     """
 
     def attach(self, reducer: CoreReducer) -> None:
@@ -56,12 +58,14 @@ class FusedWgrad(Extension):
         except RuntimeError:  # torch.autograd.grad, which returns the gradient to its caller
             return None
         bucket = reducer.bucket_of[index]
+        if not isinstance(bucket, ViewBucket) or not bucket.packs_early:
+            return None
         # The products have the dtype of the weight, and the gradient may have another one.
         if bucket.flat.dtype != reducer.parameters[index].dtype:
             return None
         if bucket.state is not BucketState.FILLING or index not in bucket.missing:
             return None
-        window = bucket.claim(index) if bucket.packs_early else None
+        window = bucket.grad_view(index)
         if window is not None:
             self._claimed.add(index)
         return window

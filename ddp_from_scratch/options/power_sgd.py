@@ -17,7 +17,7 @@ from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group, of_member
 from ddp_from_scratch.common.memory import split_like
-from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.core.bucket import FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import comm_hook
 from ddp_from_scratch.options.comm_hooks import Later, allreduce_hook
 
@@ -88,7 +88,7 @@ class PowerSGDState:
         m = gradient.numel() // max(n, 1)
         return (n + m) * self.rank < n * m and gradient.dtype.is_floating_point
 
-    def add_errors(self, bucket: Bucket) -> list[torch.Tensor]:
+    def add_errors(self, bucket: FlatBucket) -> list[torch.Tensor]:
         """Adds the errors to the gradients; returns the parameters that had an error."""
         left: list[torch.Tensor] = []
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -129,7 +129,7 @@ class PowerSGDState:
 
 @comm_hook()
 def power_sgd_hook(
-    state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup | None = None
+    state: PowerSGDState, bucket: FlatBucket, group: dist.ProcessGroup | None = None
 ) -> Future:
     """Averages the bucket's matrices as P Q^T of rank `state.rank`, and other gradients in full.
 
@@ -161,7 +161,7 @@ def power_sgd_hook(
 
 
 def _average_in_full(
-    state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup, left: list[torch.Tensor]
+    state: PowerSGDState, bucket: FlatBucket, group: dist.ProcessGroup, left: list[torch.Tensor]
 ) -> Future:
     averaged = allreduce_hook(group, bucket)
 
@@ -176,7 +176,9 @@ def _average_in_full(
     return Later(finish)
 
 
-def _average_in_low_rank(state: PowerSGDState, bucket: Bucket, group: dist.ProcessGroup) -> Future:
+def _average_in_low_rank(
+    state: PowerSGDState, bucket: FlatBucket, group: dist.ProcessGroup
+) -> Future:
     # A division: see `core/comm_hooks.py`.
     buffer, scale = bucket.buffer(), 1.0 / dist.get_world_size(group)
     matrices, rest = [], []

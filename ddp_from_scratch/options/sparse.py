@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import of_member
 from ddp_from_scratch.common.memory import grad_dtype
-from ddp_from_scratch.core.bucket import Bucket, BucketState
+from ddp_from_scratch.core.bucket import Averaging, Bucket, BucketState
 
 # The kinds of gradient that ranks exchange. For a sparse one: its number of sparse dimensions.
 _NONE, _DENSE = 0, -1
@@ -32,7 +32,6 @@ class SparseBucket(Bucket):
     rank order. A gradient that is dense on all ranks (the weight has another use) is all-reduced.
     """
 
-    is_sparse = True
     keeps_no_graph = "sparse"
 
     def __init__(
@@ -43,15 +42,8 @@ class SparseBucket(Bucket):
         process_group: dist.ProcessGroup | None,
         name: str,
     ) -> None:
-        self.members: tuple[int, ...] = (member,)
-        self._parameters, self._parameter = [parameter], parameter
-        self.name = name
-        self.label: str = f"ddp.bucket {index} ({name})"
-        self._index, self._process_group = index, process_group
-        self.missing: set[int] = set(self.members)
-        self.unused: set[int] = set()
-        self.state: BucketState = BucketState.FILLING
-        self.noted: dict[int, torch.Tensor] = {}
+        super().__init__((member,), [parameter], index, name, f"ddp.bucket {index} ({name})")
+        self._parameter, self._process_group = parameter, process_group
         self._work: dist.Work | None = None
         # This rank's part divided by the world size: (indices, values) if the gradient is sparse,
         # (gradient,) if it is dense, () if there is none.
@@ -62,11 +54,13 @@ class SparseBucket(Bucket):
 
     # Pack, launch -------------------------------------------------------------------------------
 
-    def pack(self, scale: float) -> Collection[int]:
+    def pack(self, plan: Averaging) -> Collection[int]:
         # A division: see `core/comm_hooks.py`.
-        gradient = self._parameter.grad
-        self._kind_and_rows = _NONE, 0
-        if gradient is not None and gradient.is_sparse:
+        scale, gradient = plan.mean, self._parameter.grad
+        self._mine, self._kind_and_rows = (), (_NONE, 0)
+        if plan.sends_zeros:
+            pass
+        elif gradient is not None and gradient.is_sparse:
             own = gradient.coalesce()  # sends each index once
             self._mine = own.indices(), own.values() * scale
             self._kind_and_rows = own.sparse_dim(), own._nnz()
@@ -78,10 +72,7 @@ class SparseBucket(Bucket):
     def keep(self) -> bool:
         return False  # the result is coalesced
 
-    def contribute_zeros(self) -> None:
-        self._mine, self._kind_and_rows = (), (_NONE, 0)
-
-    def launch(self, hook: object, state: object, aside: bool = False) -> None:
+    def launch(self, plan: Averaging) -> None:
         mine = torch.tensor(self._kind_and_rows, device=self._parameter.device)
         self._kinds = self._one_of_each_rank(mine)
         work = dist.all_gather(self._kinds, mine, self._process_group, async_op=True)

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.unused import Unused
-from ddp_from_scratch.options.views import Views
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class ReducerStats:
             iteration=reducer.iteration,
             rebuilt=reducer.ready_order is not None,
             overlap=reducer.overlap,
-            gradient_as_bucket_view=reducer.extension(Views) is not None,
+            gradient_as_bucket_view=reducer.has_views,
             find_unused_parameters=unused is not None and unused.varies,
             static_graph=unused is not None and unused.is_static,
             comm_hook=getattr(sender.hook, "__qualname__", str(sender.hook)),

@@ -35,7 +35,7 @@ from ddp_from_scratch.common.group import (
     wait,
 )
 from ddp_from_scratch.common.memory import as_real
-from ddp_from_scratch.core.bucket import Bucket, Future
+from ddp_from_scratch.core.bucket import FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import comm_hook
 from ddp_from_scratch.options.comm_hooks import Later
 
@@ -164,7 +164,7 @@ class TreeReduction:
     # The hook starts a second collective in `wait`. Still all ranks issue the same order: buckets
     # are launched by index, and waited for by index after the last launch.
     @comm_hook(one_collective=True)
-    def average(self, process_group: dist.ProcessGroup | None, bucket: Bucket) -> Future:
+    def average(self, process_group: dist.ProcessGroup | None, bucket: FlatBucket) -> Future:
         """Averages the bucket, which holds this rank's last virtual rank, over all of them."""
         # Not `check_group`, because torch does not list the group that a Reducer opens beside gloo.
         group = process_group or check_group(None)
@@ -193,7 +193,7 @@ class TreeReduction:
         return Later(finish)
 
     def reduce_scatter(
-        self, group: dist.ProcessGroup, bucket: Bucket, bounds: Sequence[int]
+        self, group: dist.ProcessGroup, bucket: FlatBucket, bounds: Sequence[int]
     ) -> Future:
         """Averages only this rank's part of the bucket; rank r's begins at `bounds[r]`."""
         ranks, rank = group.size(), group.rank()
@@ -235,7 +235,7 @@ class TreeReduction:
         # runs which virtual rank. No other value depends on that sign.
         return root[0].add_(0.0)
 
-    def _rows(self, bucket: Bucket, part: Sequence[int]) -> list[torch.Tensor]:
+    def _rows(self, bucket: FlatBucket, part: Sequence[int]) -> list[torch.Tensor]:
         """Returns this rank's partial sums of the bucket, flat and real; one is the bucket itself.
 
         `self.sums` keeps its values, with which a step continues if a rank is lost.

@@ -13,25 +13,26 @@ from torch import nn
 
 from ddp_from_scratch.common import memory
 from ddp_from_scratch.common.memory import same_memory
-from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.bucket import Averaging, FlatBucket
 from ddp_from_scratch.core.layout import assign, bucket_caps
-from ddp_from_scratch.options.views import ViewBucket
+from ddp_from_scratch.core.view_bucket import ViewBucket
 
 
-def doubled(state: object, bucket: Bucket) -> torch.futures.Future:
+def doubled(state: object, bucket: FlatBucket) -> torch.futures.Future:
     """A comm hook whose result is twice what was sent, in other memory."""
     future = torch.futures.Future()
     future.set_result(bucket.buffer() * 2)
     return future
 
 
-def make(*parameters: nn.Parameter, as_view: bool = True) -> Bucket:
-    return (ViewBucket if as_view else Bucket)(range(len(parameters)), parameters)
+def make(*parameters: nn.Parameter, as_view: bool = True) -> FlatBucket:
+    return (ViewBucket if as_view else FlatBucket)(range(len(parameters)), parameters)
 
 
-def average(bucket: Bucket, hook, state=None) -> None:
-    bucket.pack(1.0)
-    bucket.launch(hook, state)
+def average(bucket: FlatBucket, hook, state=None) -> None:
+    plan = Averaging(hook, state)
+    bucket.pack(plan)
+    bucket.launch(plan)
     bucket.wait()
     bucket.unpack()
 

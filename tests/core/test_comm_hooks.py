@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.functional import mse_loss
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.bucket import Averaging, FlatBucket
 from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.options.comm_hooks import Later
 from tests.support.on_ranks import on
@@ -37,9 +37,10 @@ OURS = {
 def averaged(values: torch.Tensor, hook) -> torch.Tensor:
     parameter = nn.Parameter(torch.zeros_like(values))
     parameter.grad = values
-    bucket = Bucket([0], [parameter])
-    bucket.pack(1.0)
-    bucket.launch(hook, None)
+    bucket = FlatBucket([0], [parameter])
+    plan = Averaging(hook)
+    bucket.pack(plan)
+    bucket.launch(plan)
     bucket.wait()
     bucket.unpack()
     return parameter.grad

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from ddp_from_scratch.common.memory import same_memory
-from ddp_from_scratch.core.bucket import Bucket, BucketState, gradient_of
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.bucket import Averaging, BucketState, FlatBucket, gradient_of
 
 
-class ViewBucket(Bucket):
+class ViewBucket(FlatBucket):
     """A bucket whose windows are the gradients between backward passes.
 
     Large gradients on a CPU are packed as they become ready, while they are in the cache.
@@ -22,6 +21,7 @@ class ViewBucket(Bucket):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        # True if `pack_one` must be called for each gradient as it arrives.
         self.packs_early: bool = not self._together
         # The tensors that become `.grad`. They are not `views`, whose memory must never change:
         # `module.half()` gives a `.grad` other memory.
@@ -31,7 +31,7 @@ class ViewBucket(Bucket):
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
         self._packed, self._scale = set[int](), 1.0
 
-    def claim(self, index: int) -> torch.Tensor | None:
+    def grad_view(self, index: int) -> torch.Tensor | None:
         """Returns the window for a missing gradient; None if the parameter has a `.grad`."""
         position = self._position[index]
         is_free = index not in self.shared and self._parameters[position].grad is None
@@ -68,9 +68,17 @@ class ViewBucket(Bucket):
                 self._parameters[position].grad = self._lend(position)
             self._packed.clear()
 
-    def pack(self, scale: float) -> Collection[int]:
+    def pack(self, plan: Averaging) -> Collection[int]:
         if self.state is not BucketState.FILLING:
             raise self._again()
+        self.op = plan.op
+        gone = self._pack_rest(plan.scale)
+        if plan.sends_zeros:
+            self.flat.zero_()  # scaling by 0 would keep NaN
+        return gone
+
+    def _pack_rest(self, scale: float) -> Collection[int]:
+        """Packs what `pack_one` has not packed."""
         if len(self._packed) == len(self.members):
             return ()  # each was packed when it was ready
         gradients = [*map(gradient_of, self._parameters)]
@@ -112,9 +120,6 @@ class ViewBucket(Bucket):
         self.unused |= gone
         return gone
 
-    def keep(self) -> bool:
-        return False  # a window of the bucket holds what is in the buffer
-
     def taken(self) -> set[int]:
         return super().taken() - self._packed
 
@@ -139,7 +144,7 @@ class ViewBucket(Bucket):
         super().reset()
         self._packed.clear()
 
-    def saved(self) -> dict[int, torch.Tensor]:
+    def snapshot(self) -> dict[int, torch.Tensor]:
         """Returns a copy of each `.grad` that is a window; new buckets reuse the memory."""
         # One large tensor, because the C library does not return small blocks to the system.
         copies = self.windows_of(self.flat.clone())
@@ -150,7 +155,7 @@ class ViewBucket(Bucket):
         }
 
     @torch.no_grad()
-    def load(self, saved: Mapping[int, torch.Tensor]) -> None:
+    def restore(self, saved: Mapping[int, torch.Tensor]) -> None:
         """Copies these gradients in, and makes each `.grad` its window."""
         for position, (index, parameter, view) in enumerate(self._rows):
             if index in saved:
@@ -164,14 +169,6 @@ class ViewBucket(Bucket):
             window = view.as_strided(view.shape, view.stride(), view.storage_offset())
             self._lent[position] = window
         return self._lent[position]
-
-
-class Views(Extension):
-    """Makes a Reducer use `ViewBucket`."""
-
-    def attach(self, reducer: Any) -> None:
-        super().attach(reducer)
-        reducer.lay_out(kind=ViewBucket)
 
 
 def _multiply(tensor: torch.Tensor, factor: float) -> None:
