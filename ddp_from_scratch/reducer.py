@@ -114,7 +114,7 @@ class Reducer(CoreReducer):
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
     """
 
-    def __init__(
+    def __init__(  # noqa: C901
         self,
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None = None,
@@ -169,7 +169,7 @@ class Reducer(CoreReducer):
             self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.snapshot, fuse_wgrad)
             self.tree_reduction = self._virtual_ranks.reduction
 
-        def options() -> Iterator[Extension]:
+        def options() -> Iterator[Extension]:  # noqa: C901
             # In call order: layout first, comparisons last. An option that is off costs nothing.
             if gradient_as_bucket_view or fuse_wgrad:
                 yield Views()

@@ -249,7 +249,7 @@ class CoreReducer:
             parameter = bucket.noted.pop(index)
             self._count(index, parameter.grad, noted=True)
 
-    def _count(self, index: int, gradient: torch.Tensor | None, noted: bool = False) -> None:
+    def _count(self, index: int, gradient: torch.Tensor | None, noted: bool = False) -> None:  # noqa: C901
         """Counts one gradient; None if autograd left it undefined, which adds nothing."""
         bucket = self.bucket_of[index]
         if not self.sync:

@@ -248,7 +248,7 @@ class Settings:
     )
     quiet: bool = _kept("print only the result", False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901
         _check(self)
         # Not the fields' defaults, which would be one for all optimizers.
         for name, default in OPTIMIZERS[self.optimizer].items():

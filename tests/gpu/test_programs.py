@@ -169,7 +169,7 @@ def forward(name, module, reducer, data):
     return loss_of(data).backward
 
 
-def train(world, name):
+def train(world, name):  # noqa: C901
     """Trains for some steps; returns the parameters, and what a simulated GPU has seen."""
     side, simulated = PROGRAMS[name].get("side"), "tests.support.simgpu.device" in sys.modules
     if simulated:

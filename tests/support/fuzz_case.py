@@ -488,7 +488,7 @@ class Player:
     def no_sync(self) -> Any:
         return nullcontext()
 
-    def play(self, number: int, op: Any) -> None:
+    def play(self, number: int, op: Any) -> None:  # noqa: C901
         """The case's operation with this number."""
         match op:
             case Forward():
@@ -666,7 +666,7 @@ class Ours(Player):
             reducer.remove()
         self.seconds = []
 
-    def play(self, number: int, op: Any) -> None:
+    def play(self, number: int, op: Any) -> None:  # noqa: C901
         match op:
             case Weigh():
                 for reducer in (*self.reducers, *self.seconds):
