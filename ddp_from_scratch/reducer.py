@@ -60,7 +60,7 @@ class Reducer(CoreReducer):
             gradients for each parameter. A pass that differs raises and names the parameter.
         skip_unused: skip a bucket if this rank used none of its parameters since the last average;
             the first average skips none. If ranks use different parameters, they hang.
-        broadcast_buffers: send rank 0's buffers to all ranks at the end of each backward pass that
+        sync_buffers: send rank 0's buffers to all ranks at the end of each backward pass that
             averages, so that any rank may evaluate at any time.
         shared_memory: on a gloo group on Linux, if two ranks share a machine, reduce in memory that
             a machine's ranks share, and send only between machines. Sums are taken in rank order,
@@ -80,7 +80,7 @@ class Reducer(CoreReducer):
         virtual_ranks: a power of two. Splits a step's batch into this many equal virtual ranks.
             Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
             (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
-            `broadcast_buffers`; buckets keep their layout.
+            `sync_buffers`; buckets keep their layout.
         reduce: "sum" sums the ranks' gradients without dividing. Every `.grad` is summed as a
             whole, so set it to None or zero after each step; what an earlier sum left there would
             be summed again. Not with a comm hook or virtual ranks.
@@ -125,7 +125,7 @@ class Reducer(CoreReducer):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         skip_unused: bool = False,
-        broadcast_buffers: bool = False,
+        sync_buffers: bool = False,
         check_every: int | None = None,
         stall_after: float | None = None,
         straggler_every: int | None = None,
@@ -179,7 +179,7 @@ class Reducer(CoreReducer):
                 yield StepsInHooks()
             if find_unused_parameters or static_graph or skip_unused:
                 yield Unused(find_unused_parameters, static_graph, skip_unused)
-            if broadcast_buffers or virtual_ranks is not None:
+            if sync_buffers or virtual_ranks is not None:
                 self.buffer_sync.enable(True)
                 yield self.buffer_sync
             if self._virtual_ranks is not None:
@@ -282,8 +282,8 @@ class Reducer(CoreReducer):
         else:
             unused.set_static()
 
-    def set_broadcast_buffers(self, enabled: bool) -> None:
-        """Sets `broadcast_buffers`. Every rank must call it."""
+    def set_sync_buffers(self, enabled: bool) -> None:
+        """Sets `sync_buffers`. Every rank must call it."""
         self.check_current()
         self.buffer_sync.enable(enabled)
         if enabled and self.buffer_sync not in self.extensions:

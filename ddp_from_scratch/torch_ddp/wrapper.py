@@ -149,7 +149,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "skip_unused": skip_all_reduce_unused_params,
-            "broadcast_buffers": (
+            "sync_buffers": (
                 broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
             ),
             "check_every": check_every,
@@ -255,8 +255,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        self._settings["broadcast_buffers"] = value
-        self.reducer.set_broadcast_buffers(value)
+        self._settings["sync_buffers"] = value
+        self.reducer.set_sync_buffers(value)
 
     broadcast_buffers = forward_sync_buffers  # torch's older name
 

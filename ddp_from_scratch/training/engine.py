@@ -141,7 +141,7 @@ class Engine:
             shared_memory=settings.shared_memory,
             gradient_as_bucket_view=True,
             # Evaluation uses rank 0's running statistics on every rank.
-            broadcast_buffers=True,
+            sync_buffers=True,
             check_every=settings.check_sync or None,
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],

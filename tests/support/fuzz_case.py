@@ -201,7 +201,7 @@ class Case:
     autocast: bool = False
     momentum: float = 0.0
     writes: str | None = None  # in forward: "own" values on each rank, or "equal" ones on all
-    broadcast_buffers: bool = False
+    sync_buffers: bool = False
     seed: int = 0
 
     @property
@@ -224,7 +224,7 @@ class Case:
 
     @property
     def sends_buffers(self) -> bool:
-        return self.wrapped or self.broadcast_buffers
+        return self.wrapped or self.sync_buffers
 
     def __str__(self) -> str:
         own = ("parameters", "branches", "operations")
@@ -631,7 +631,7 @@ class Ours(Player):
         else:
             if not self.reducers:  # later they are equal, and graphs may be alive
                 ddp.broadcast_parameters(self.model, process_group=self.group)
-            options |= {"overlap": case.overlap, "broadcast_buffers": case.broadcast_buffers}
+            options |= {"overlap": case.overlap, "sync_buffers": case.sync_buffers}
             options["check_finite"] = case.check_finite
             trains = [name for name, p in self.model.named_parameters() if p.requires_grad]
             self.reducers = [
