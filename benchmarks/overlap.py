@@ -17,24 +17,17 @@ Each is a median over rounds; the share has a 95 % bootstrap interval. The share
 overlap costs more than it hides, since backward and communication compete for cores. torch's DDP
 cannot launch at the end, so its communication is that of a Reducer with the same buckets, on gloo
 one without shared memory. The best cap is the one with the shortest step.
-
-Below the table is the cap that bucket_cap_mb="auto" chooses, timed in the same rounds. It is chosen
-in a separate training run, since "auto" times whole steps, which here contain all contenders'.
 """
 
 import argparse
-import gc
 import sys
 from dataclasses import asdict, dataclass
-from operator import truediv
-from typing import Any
 
 import numpy as np
-import torch
 
 from benchmarks.harness.launch import add_common_options, parse_sweep, run_on_ranks
 from benchmarks.harness.report import make_parser, write
-from ddp_from_scratch import Reducer, UsageError
+from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.contenders import (
     NO_COMMUNICATION,
     TORCH_BEST,
@@ -44,16 +37,15 @@ from ddp_from_scratch.bench.contenders import (
     reducer,
     torch_ddp,
 )
-from ddp_from_scratch.bench.results import Interval, Samples, median_interval, text_table
+from ddp_from_scratch.bench.results import Interval, Samples, text_table
 from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for, warm_up
-from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
+from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world.world import World
 
 CAPS = (1.0, 4.0, 12.0, 25.0, 64.0)
 DURING, AT_END, TORCH = "during backward", "at its end", "torch DDP"
 BY_GLOO = "by gloo at its end"
-AUTO = "auto"
 VIEWS = {"gradient_as_bucket_view": True}
 
 
@@ -109,47 +101,26 @@ def specs(caps: list[float], backend: str) -> list[ContenderSpec]:
     return found
 
 
-def settle(workload: Workload, device: torch.device) -> dict[str, Any]:
-    """Returns the Reducer's arguments that "auto" chooses in a separate training."""
-    found: list[Reducer] = []
-    spec = ContenderSpec(AUTO, reducer(made=found, bucket_cap_mb=AUTO, **VIEWS))
-    (training,) = contenders(workload, device, [spec], keep_start=False)
-    while found[0].bucket_cap_mb is None:  # all ranks settle in the same step
-        training.step()
-    return {"bucket_cap_mb": found[0].bucket_cap_mb, "overlap": found[0].overlap}
-
-
 def _name(way: str, cap: float) -> str:
     return f"{way}, {cap:g} MB"
 
 
 def measure(options: argparse.Namespace, world: World, model: str, title: str) -> None:
-    # Before the sweep, which must not time steps that still try caps.
-    chosen = settle(WORKLOADS[model], world.device)
-    gc.collect()
-    auto = ContenderSpec(AUTO, reducer(**chosen, **VIEWS))
-    every = [*specs(options.cap, world.backend), auto]
-    compared = contenders(WORKLOADS[model], world.device, every)
+    compared = contenders(WORKLOADS[model], world.device, specs(options.cap, world.backend))
     warm_up(compared)
     check_equal(compared)
     rounds = rounds_for(options.seconds, options.rounds, world.device, title)
     samples = interleave(compared, rounds, world.device)
     if world.rank == 0:
-        report(options, world, model, title, samples, chosen)
+        report(options, world, model, title, samples)
 
 
 def report(
-    options: argparse.Namespace,
-    world: World,
-    model: str,
-    title: str,
-    samples: list[Samples],
-    chosen: dict[str, Any],
+    options: argparse.Namespace, world: World, model: str, title: str, samples: list[Samples]
 ) -> None:
     found = overlaps(samples, options.cap)
     count = len(samples[0].milliseconds)
     print(f"\n{title}, {count} steps each\n{table(found, samples[0])}", flush=True)
-    print(describe_auto(samples, chosen), flush=True)
     write(
         f"overlap-{model}-{world.backend}-{world.world_size}",
         title,
@@ -160,7 +131,6 @@ def report(
         backend=world.backend,
         nproc=world.world_size,
         caps=options.cap,
-        auto=chosen,
     )
 
 
@@ -224,34 +194,6 @@ def table(found: list[Overlap], bare: Samples) -> str:
     text = text_table(headers, rows)
     note = f"* the best cap; a step without communication takes {bare.quartiles[1]:.1f} ms"
     return f"{text}\n{note}"
-
-
-def describe_auto(samples: list[Samples], chosen: dict[str, Any]) -> str:
-    """Compares the cap of "auto" with the best Reducer in the sweep."""
-    auto = next(s for s in samples if s.name == AUTO)
-    swept = [s for s in samples if s.name.startswith((DURING, AT_END))]
-    best = min(swept, key=lambda s: s.quartiles[1])
-    ratio, low, high = ratio_to_best(auto, swept)
-    cap, way = chosen["bucket_cap_mb"], DURING if chosen["overlap"] else AT_END
-    return (
-        f"auto: bucket_cap_mb={cap}, {way}: {auto.quartiles[1]:.1f} ms, {ratio:.3f} ({low:.3f} to "
-        f"{high:.3f}) x the best of the sweep (over all rounds {best.name}, "
-        f"{best.quartiles[1]:.1f} ms)"
-    )
-
-
-def ratio_to_best(one: Samples, others: list[Samples]) -> Interval:
-    """Returns the median ratio to the best of the others, with its 95 % interval.
-
-    The lowest of ten medians is partly luck. So every other round chooses the best, the rounds
-    between are compared with it, and then the other way round.
-    """
-    ratios: list[float] = []
-    for of_choice in range(2):
-        best = min(others, key=lambda s: float(np.median(s.milliseconds[of_choice::2])))
-        rounds = slice(1 - of_choice, None, 2)
-        ratios += map(truediv, one.milliseconds[rounds], best.milliseconds[rounds])
-    return median_interval(np.array(ratios))
 
 
 def _percent(share: Interval) -> str:

@@ -38,7 +38,7 @@ from ddp_from_scratch.world.world import World
 TIMES = (1, 2, 8)
 ORDINARY = "Reducer"
 # Rank 0's buffers, as with virtual ranks.
-SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "broadcast_buffers": True}
+SETTINGS: dict[str, Any] = {"gradient_as_bucket_view": True, "sync_buffers": True}
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import Sender, average
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
-from ddp_from_scratch.core.layout import AUTO, Caps, Layout, bucket_caps
+from ddp_from_scratch.core.layout import Caps, Layout, bucket_caps
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.core.view_bucket import ViewBucket
 from ddp_from_scratch.node import gloo_alone, shared_memory_group
@@ -30,7 +30,6 @@ from ddp_from_scratch.options.fused_wgrad import FusedWgrad
 from ddp_from_scratch.options.local_steps import LocalSteps, StepsInHooks
 from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.stats import ReducerStats
-from ddp_from_scratch.options.tuning import DEFAULT, BucketTuning
 from ddp_from_scratch.options.unused import Unused
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.sync.check_sync import DriftCheck
@@ -49,8 +48,7 @@ class Reducer(CoreReducer):
         module: the gradients of its parameters are averaged. All ranks must hold the same model.
         process_group: the ranks that take part; None means all.
         bucket_cap_mb: size in MiB at which a bucket is closed. 0 makes one bucket for each
-            parameter, `inf` one for all; None and a sequence: see `bucket_caps`. "auto" tries
-            several sizes in the first averages, with and without overlap (`options/tuning.py`).
+            parameter, `inf` one for all; None and a sequence: see `bucket_caps`.
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: make `.grad` a window of its bucket instead of a copy, which saves
             memory. `.grad` must then not be detached in place, and on a CPU a large `.grad` is None
@@ -62,7 +60,7 @@ class Reducer(CoreReducer):
             gradients for each parameter. A pass that differs raises and names the parameter.
         skip_unused: skip a bucket if this rank used none of its parameters since the last average;
             the first average skips none. If ranks use different parameters, they hang.
-        broadcast_buffers: send rank 0's buffers to all ranks at the end of each backward pass that
+        sync_buffers: send rank 0's buffers to all ranks at the end of each backward pass that
             averages, so that any rank may evaluate at any time.
         shared_memory: on a gloo group on Linux, if two ranks share a machine, reduce in memory that
             a machine's ranks share, and send only between machines. Sums are taken in rank order,
@@ -82,7 +80,7 @@ class Reducer(CoreReducer):
         virtual_ranks: a power of two. Splits a step's batch into this many equal virtual ranks.
             Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
             (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
-            `broadcast_buffers`; buckets keep their layout.
+            `sync_buffers`; buckets keep their layout.
         reduce: "sum" sums the ranks' gradients without dividing. Every `.grad` is summed as a
             whole, so set it to None or zero after each step; what an earlier sum left there would
             be summed again. Not with a comm hook or virtual ranks.
@@ -100,7 +98,7 @@ class Reducer(CoreReducer):
         sync: True if backward passes average. `no_sync()` sets it to False and back.
         joining: True inside `join()`, which sets the weights.
         iteration: the number of averages so far.
-        overlap: True if the next backward pass launches buckets before its end.
+        overlap: as given.
         ready_order: the names of the parameters in the order of the final layout; None before it.
         flat_buckets: the current buckets in launch order, without those of sparse gradients.
 
@@ -116,7 +114,7 @@ class Reducer(CoreReducer):
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
     """
 
-    def __init__(
+    def __init__(  # noqa: C901
         self,
         module: torch.nn.Module,
         process_group: dist.ProcessGroup | None = None,
@@ -127,7 +125,7 @@ class Reducer(CoreReducer):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         skip_unused: bool = False,
-        broadcast_buffers: bool = False,
+        sync_buffers: bool = False,
         check_every: int | None = None,
         stall_after: float | None = None,
         straggler_every: int | None = None,
@@ -156,14 +154,12 @@ class Reducer(CoreReducer):
         check_supported(snapshot.parameters)
         if reduce not in ("mean", "sum"):
             raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
-        auto, sums = bucket_cap_mb == AUTO, reduce == "sum"
-        refused = {'bucket_cap_mb="auto"': auto, 'reduce="sum"': sums, "check_finite": check_finite}
+        sums = reduce == "sum"
+        refused = {'reduce="sum"': sums, "check_finite": check_finite}
         if virtual_ranks is not None and (names := [name for name in refused if refused[name]]):
             raise ValueError(f"{names[0]} cannot be used with virtual_ranks=V: leave it out")
         self.ignore: frozenset[str] = frozenset(ignore)
         self.joining: bool = False
-        self._bucket_cap_mb: Any = DEFAULT if bucket_cap_mb is None else bucket_cap_mb
-        self._auto = auto
         self.buffer_sync: BufferSync = BufferSync(module, process_group, ignore)
         regroups = virtual_ranks is not None
         self._checks = Checks(snapshot, ignore, check_first_average, regroups)
@@ -181,13 +177,11 @@ class Reducer(CoreReducer):
                 yield StepsInHooks()
             if find_unused_parameters or static_graph or skip_unused:
                 yield Unused(find_unused_parameters, static_graph, skip_unused)
-            if broadcast_buffers or virtual_ranks is not None:
+            if sync_buffers or virtual_ranks is not None:
                 self.buffer_sync.enable(True)
                 yield self.buffer_sync
             if self._virtual_ranks is not None:
                 yield self._virtual_ranks
-            if self._auto:
-                yield BucketTuning()
             if stall_after is not None:
                 yield StallWatch(stall_after)
             if straggler_every is not None:
@@ -238,14 +232,6 @@ class Reducer(CoreReducer):
         """The names of the parameters of each bucket, in launch order."""
         return tuple(tuple(self.names[i] for i in bucket.members) for bucket in self.all_buckets)
 
-    @property
-    def bucket_cap_mb(self) -> float | Sequence[float] | None:
-        """The cap as given, or the one that "auto" chose; None until "auto" has settled."""
-        if not self._auto:
-            return self._bucket_cap_mb  # type: ignore[no-any-return]
-        tuning = self.extension(BucketTuning)
-        return tuning.present.bucket_cap_mb if tuning is not None and tuning.settled else None
-
     def stats(self) -> ReducerStats:
         """Returns the current settings, buckets and their sizes."""
         return ReducerStats.of(self, self._backend)
@@ -261,13 +247,10 @@ class Reducer(CoreReducer):
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
         Unless a hook has `hook.one_collective = True`, it may start a second collective, so only
-        one bucket is in flight at a time. Raises a RuntimeError while a backward pass is running;
-        see also `BucketTuning.check_hook`.
+        one bucket is in flight at a time. Raises a RuntimeError while a backward pass is running.
         """
         self.check_current()
         self._check_idle("a comm hook cannot be registered while gradients wait for their average")
-        if (tuning := self.extension(BucketTuning)) is not None:
-            tuning.check_hook(hook)
         self.check_free("a comm hook")
         if self.sender.sums and hook is not average:
             name = getattr(hook, "__name__", hook)
@@ -297,8 +280,8 @@ class Reducer(CoreReducer):
         else:
             unused.set_static()
 
-    def set_broadcast_buffers(self, enabled: bool) -> None:
-        """Sets `broadcast_buffers`. Every rank must call it."""
+    def set_sync_buffers(self, enabled: bool) -> None:
+        """Sets `sync_buffers`. Every rank must call it."""
         self.check_current()
         self.buffer_sync.enable(enabled)
         if enabled and self.buffer_sync not in self.extensions:

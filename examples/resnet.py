@@ -50,7 +50,7 @@ def train(options: argparse.Namespace) -> None:
         loader = DataLoader(data, options.batch, sampler=sampler, drop_last=True)
         model = small_resnet().to(world.device, memory_format=torch.channels_last)
         ddp.broadcast_parameters(model)
-        reducer = ddp.Reducer(model, gradient_as_bucket_view=True, broadcast_buffers=True)
+        reducer = ddp.Reducer(model, gradient_as_bucket_view=True, sync_buffers=True)
         optimizer = ddp.AdamW(model.parameters(), weight_decay=0.05, reducer=reducer)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, 3e-3, epochs=options.epochs, steps_per_epoch=len(loader)

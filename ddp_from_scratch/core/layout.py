@@ -12,7 +12,7 @@ bucket is closed as soon as its size reaches the cap.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,28 +25,24 @@ from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 FIRST_BUCKET_CAP_MB = 1.0
 BUCKET_CAP_MB = 25.0
 
-AUTO: Final = "auto"
 # Elements. Buckets begin at multiples of it: cache lines, aligned for every CPU's vector units.
 ALIGNMENT = 64
 
-Caps: TypeAlias = float | Sequence[float] | Literal["auto"] | None
+Caps: TypeAlias = float | Sequence[float] | None
 
 
 def bucket_caps(bucket_cap_mb: Caps) -> tuple[int, ...]:
     """Converts `bucket_cap_mb` to caps in bytes; the last one applies to all later buckets.
 
     0 MiB gives every gradient its own bucket, `inf` puts all into one. A sequence gives the first
-    bucket's cap, the second's, and so on. None means 1 MiB and then 25 MiB, as in torch's DDP;
-    "auto" begins with these. A ValueError if a cap is negative or no number, or none is given.
+    bucket's cap, the second's, and so on. None means 1 MiB and then 25 MiB, as in torch's DDP. A
+    ValueError if a cap is negative or no number, or none is given.
     """
-    sizes: float | Sequence[float]
-    if bucket_cap_mb is None or bucket_cap_mb == AUTO:
-        sizes = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
-    else:
-        sizes = bucket_cap_mb
-    if isinstance(sizes, str):
-        raise ValueError(f'bucket_cap_mb must be a number, a list or "auto", got {sizes!r}')
-    caps = sizes if isinstance(sizes, Sequence) else (sizes,)
+    if isinstance(bucket_cap_mb, str):
+        raise ValueError(f"bucket_cap_mb must be a number or a list, got {bucket_cap_mb!r}")
+    if bucket_cap_mb is None:
+        bucket_cap_mb = (FIRST_BUCKET_CAP_MB, BUCKET_CAP_MB)
+    caps = bucket_cap_mb if isinstance(bucket_cap_mb, Sequence) else (bucket_cap_mb,)
     if not caps or not all(cap >= 0 for cap in caps):
         raise ValueError(f"bucket_cap_mb must be 0 or more, got {bucket_cap_mb}")
     # `inf` cannot be converted to an int; no model has 2**62 bytes.

@@ -171,11 +171,9 @@ class CoreReducer:
 
     # Layout -------------------------------------------------------------------------------------
 
-    def lay_out(
-        self, caps: Sequence[int] | None = None, kind: type[FlatBucket] | None = None
-    ) -> None:
+    def lay_out(self, kind: type[FlatBucket] | None = None) -> None:
         """Rebuilds the buckets, if they change, and moves gradients from the old ones."""
-        self.caps, kind = caps or self.caps, kind or self._bucket_type
+        kind = kind or self._bucket_type
         # Before the order is known, a guess: last layer first.
         plan = self.layout.plan(self.ready_order or self.names[::-1], self.caps)
         if kind is not self._bucket_type or plan != [b.members for b in self.all_buckets]:
@@ -265,7 +263,7 @@ class CoreReducer:
             parameter = bucket.noted.pop(index)
             self._count(index, parameter.grad, noted=True)
 
-    def _count(self, index: int, gradient: torch.Tensor | None, noted: bool = False) -> None:
+    def _count(self, index: int, gradient: torch.Tensor | None, noted: bool = False) -> None:  # noqa: C901
         """Counts one gradient; None if autograd left it undefined, which adds nothing."""
         bucket = self.bucket_of[index]
         if not self.sync:
@@ -548,10 +546,6 @@ class CoreReducer:
         if sync != self.sync:
             self.count_noted()
             self.sync = sync
-
-    def set_overlap(self, overlap: bool) -> None:
-        """Launches buckets during backward from now on, or at its end."""
-        self.overlap = overlap
 
     def average_now(self) -> None:
         """Averages every `.grad` as it is, outside of backward. Collective."""

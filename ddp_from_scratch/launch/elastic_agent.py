@@ -124,7 +124,7 @@ class ElasticAgent(Agent):
         self._living.add(member)
         self._start(member)
 
-    def _look(self) -> int | None:
+    def _look(self) -> int | None:  # noqa: C901
         """Returns the exit code once all running processes have exited with 0 or the job ends."""
         self._note_pause()
         self._pass_on()
@@ -162,7 +162,7 @@ class ElasticAgent(Agent):
         self._pause = 0.02 if self._generation.steps else _MEETING_S
         return None
 
-    def _lose(self, member: int, code: int) -> int | None:
+    def _lose(self, member: int, code: int) -> int | None:  # noqa: C901
         """Replaces a failed process. Returns the exit code if the job ends, else None."""
         # A process that received a signal directly has agreed with its peers to stop.
         if code - 128 in STOPS and not self._received:
@@ -253,7 +253,7 @@ class NodeAgent(Agent):
     _done = 0  # orders obeyed so far
     _cut_off = False
 
-    def _look(self) -> int | None:
+    def _look(self) -> int | None:  # noqa: C901
         """Obeys machine 0 until it ends the job; returns the exit code."""
         link = self.peers
         self._note_pause()

@@ -92,7 +92,7 @@ def write_to_terminal() -> None:
                 os.close(terminal)
 
 
-def run_to_exit(main: Callable[[], int]) -> NoReturn:
+def run_to_exit(main: Callable[[], int]) -> NoReturn:  # noqa: C901
     """Calls `main` and exits with the code that it returns.
 
     ====================  ====  ================================================================

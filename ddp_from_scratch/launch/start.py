@@ -34,7 +34,7 @@ MAX_RESTARTS = 50_000
 _PRELOAD = ("ddp_from_scratch.world.world", "ddp_from_scratch.reducer", OPTIMIZERS)
 
 
-def start_ranks(
+def start_ranks(  # noqa: C901
     command: Sequence[str] | Callable[[], Any],
     counts: Sequence[int],
     node_rank: int = 0,

@@ -69,7 +69,7 @@ def broadcast_buffers(
 ) -> None:
     """Gives every rank the buffers of rank `src`, such as running statistics. Collective.
 
-    Without `broadcast_buffers=True` in the Reducer, call it before an evaluation or a checkpoint.
+    Without `sync_buffers=True` in the Reducer, call it before an evaluation or a checkpoint.
     Arguments as for `broadcast_parameters`. All ranks compare their buffers first.
 
     Raises:

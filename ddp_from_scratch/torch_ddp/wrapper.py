@@ -149,7 +149,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
             "skip_unused": skip_all_reduce_unused_params,
-            "broadcast_buffers": (
+            "sync_buffers": (
                 broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers
             ),
             "check_every": check_every,
@@ -255,8 +255,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        self._settings["broadcast_buffers"] = value
-        self.reducer.set_broadcast_buffers(value)
+        self._settings["sync_buffers"] = value
+        self.reducer.set_sync_buffers(value)
 
     broadcast_buffers = forward_sync_buffers  # torch's older name
 
@@ -373,8 +373,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Switches to another group, whose ranks hold the same parameters; a no-op outside of it.
 
-        A new Reducer rebuilds the buckets with the cap that "auto" has settled on. A comm hook
-        keeps its state; if the state names another group, the program must change it.
+        A new Reducer rebuilds the buckets. A comm hook keeps its state; if the state names
+        another group, the program must change it.
         """
         if dist.get_rank(new_process_group) < 0:
             return
@@ -385,9 +385,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         except RuntimeError:  # the last backward pass has failed, perhaps because a rank was lost
             self.reducer.abort_step()
         old, self.process_group = self._group, new_process_group
-        if self.reducer.bucket_cap_mb is not None:
-            self._settings["bucket_cap_mb"] = self.reducer.bucket_cap_mb
-            self._settings["overlap"] = self.reducer.overlap
         self._finalizer()  # removes the old Reducer's hooks, so each gradient is averaged once
         self._build(WrappedReducer)
         if self._comm_hook is not None:

@@ -24,7 +24,7 @@ from ddp_from_scratch.training.coordination import (
 from ddp_from_scratch.training.datasets import ImageData, Sample, StepSampler, make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
-from ddp_from_scratch.training.settings import AUTO, Settings
+from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
@@ -136,11 +136,12 @@ class Engine:
         settings, world = self.settings, self.world
         self.reducer: ddp.Reducer = ddp.Reducer(
             self.model,
-            **buckets_to_begin_with(settings, state, world.world_size),
+            bucket_cap_mb=settings.bucket_cap_mb,
+            overlap=settings.overlap,
             shared_memory=settings.shared_memory,
             gradient_as_bucket_view=True,
             # Evaluation uses rank 0's running statistics on every rank.
-            broadcast_buffers=True,
+            sync_buffers=True,
             check_every=settings.check_sync or None,
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
@@ -230,16 +231,13 @@ class Engine:
 
     def _state(self, of_optimizer: dict[str, Any]) -> checkpoint.State:
         """Returns the part of a checkpoint that is the same on every rank."""
-        batch, buckets = self.sampler.global_batch_size, None
-        if self.reducer.bucket_cap_mb is not None:  # None while "auto" is still searching
-            buckets = {"bucket_cap_mb": self.reducer.bucket_cap_mb, "overlap": self.reducer.overlap}
+        batch = self.sampler.global_batch_size
         return {
             "model": self.model.state_dict(),
             "model_spec": self.model_spec,
             "optimizer": of_optimizer,
             "scaler": self.scaler.state_dict(),
             "ready_order": self.reducer.ready_order,
-            "buckets": buckets,
             "epoch": self.epoch,
             "step": self.step,
             "images": self.step * batch,  # of this epoch's permutation
@@ -340,17 +338,3 @@ def hidden_matrices(model: torch.nn.Module, name: str) -> set[int]:
             f"a model that has some (mlp, vit_b_16)"
         )
     return found
-
-
-def buckets_to_begin_with(
-    settings: Settings, state: checkpoint.State | None, world_size: int
-) -> dict[str, Any]:
-    """Returns the Reducer's `bucket_cap_mb` and `overlap`: as given, or as "auto" chose before."""
-    if settings.bucket_cap_mb == AUTO and state is not None:
-        # None if the run stopped before the search had ended: it then starts again.
-        before: dict[str, Any] | None = state.get("buckets")
-        # Other settings or another number of ranks may make other buckets the best.
-        same = state["world_size"] == world_size and not settings.changes_since(state["settings"])
-        if same and before is not None:
-            return before
-    return {"bucket_cap_mb": settings.bucket_cap_mb, "overlap": settings.overlap}

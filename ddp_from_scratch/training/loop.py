@@ -28,7 +28,7 @@ from ddp_from_scratch.training.datasets import make_loader, most_test_batches
 from ddp_from_scratch.training.engine import Engine
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
-from ddp_from_scratch.training.settings import AUTO, Settings
+from ddp_from_scratch.training.settings import Settings
 from ddp_from_scratch.watch.render import as_text
 from ddp_from_scratch.watch.timeline import TOO_FEW
 from ddp_from_scratch.world.elastic import broadcast_state
@@ -65,15 +65,6 @@ class Trainer(Engine):
             f"{settings.backend}, {self.world.world_size} ranks, global batch "
             f"{self.sampler.global_batch_size}, {settings.model}, {seconds:.1f} s"
         )
-        if settings.bucket_cap_mb == AUTO:
-            cap, found = self.reducer.bucket_cap_mb, "not settled in "
-            if cap is None:
-                found += f"{self.reducer.iteration} averages"
-            else:
-                caps = cap if isinstance(cap, list | tuple) else (cap,)
-                found = ", then ".join(f"{size:g}" for size in caps)
-                found += f" MiB, sent {'during' if self.reducer.overlap else 'after'} backward"
-            self.report.line(f"bucket_cap_mb auto: {found}")
         if self.saved_as is not None:
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:

@@ -4,7 +4,6 @@ Does not import torch, so --help and mistakes are answered at once.
 """
 
 import math
-from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, MOST_HERE
 
-AUTO = "auto"  # a `bucket_cap_mb` of `Reducer`
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "fake")
 MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -61,13 +59,6 @@ def _check(options: Any) -> None:
             raise UsageError(f"{option_of(one.name)} must be {must[0]}, got {value}")
 
 
-def _size(text: str) -> float | str:
-    try:
-        return text if text == AUTO else float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"must be a number or auto, got {text!r}") from None
-
-
 # The groups of --help, in order.
 GROUPS = ("processes", "data", "training", "synchronisation", "output")
 _processes, _data, _training, _synchronisation, _kept = (partial(_option, g) for g in GROUPS)
@@ -90,7 +81,7 @@ _TIMEOUT = _must(_SECONDS, lambda value: 0 < value <= MAX_TIMEOUT, float, "S")
 _STALL = _must(
     f"{_SECONDS}, or inf", lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf, float, "S"
 )
-_CAP = _must("0 or more, or auto", lambda value: value == AUTO or value >= 0, _size, "MB")
+_CAP = _must("0 or more", lambda value: value >= 0, float, "MB")
 _FOLDER: dict[str, Any] = {"type": Path, "metavar": "DIR"}
 
 
@@ -204,10 +195,9 @@ class Settings:
         **_SEED,
     )
     deterministic: bool = _training("only algorithms that repeat exactly", False)
-    bucket_cap_mb: float | str | None = _synchronisation(
+    bucket_cap_mb: float | None = _synchronisation(
         "size in MiB at which a bucket of gradients is sent; 0: one for each parameter; inf: one "
-        "for all; auto: what is fastest in the first steps, during backward or after it (default: "
-        "1 for the first, 25 for the others)",
+        "for all (default: 1 for the first, 25 for the others)",
         **_CAP,
     )
     overlap: bool = _synchronisation("send gradients after backward, not during it", True)
@@ -258,7 +248,7 @@ class Settings:
     )
     quiet: bool = _kept("print only the result", False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # noqa: C901
         _check(self)
         # Not the fields' defaults, which would be one for all optimizers.
         for name, default in OPTIMIZERS[self.optimizer].items():
@@ -278,18 +268,9 @@ class Settings:
             raise UsageError(f"--sync-batch-norm cannot be used with {name}: leave one of them out")
         if self.virtual_ranks is not None and self.compress is not None:
             raise UsageError("--compress cannot be used with --virtual-ranks: leave it out")
-        if self.virtual_ranks is not None and self.bucket_cap_mb == AUTO:
-            raise UsageError(
-                "--bucket-cap-mb auto cannot be used with --virtual-ranks: give a size"
-            )
         if not self.shared_memory and self.backend != "gloo":
             raise UsageError(
                 f"--no-shared-memory is for gloo, and the backend is {self.backend}: leave it out"
-            )
-        if self.bucket_cap_mb == AUTO and self.deterministic:
-            raise UsageError(
-                "--bucket-cap-mb auto depends on timing, which --deterministic rules out: give a "
-                "size, such as an earlier run's"
             )
         if self.compress == "powersgd":
             # Not the field's default, which would also apply without PowerSGD; checkpoints have it.

@@ -91,7 +91,7 @@ def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> S
     )
 
 
-def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:
+def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:  # noqa: C901
     """Turns the events of a step into phases, each with the mark of its begin; "end" is last.
 
     - optimizer: until the last optimizer's step ends; includes clipping and loss scaling.

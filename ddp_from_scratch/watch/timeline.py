@@ -24,15 +24,12 @@ from ddp_from_scratch.watch import recorder, render
 from ddp_from_scratch.watch.recorder import Mark, Record, Recorder, StepMarks
 
 SKIP = 3  # averages before the first recorded step; the first of them rebuilds the buckets
-TOO_FEW = 'no timeline: too few steps; with bucket_cap_mb="auto" only steps after its trials count'
+TOO_FEW = "no timeline: too few steps"
 _ROUNDS, _TAG = 20, 0  # of the messages that compare clocks
 
 
 class Timeline(Recorder):
-    """Records some steps, as `timeline` does. The constructor and `close` are collective.
-
-    With `bucket_cap_mb="auto"` the steps begin after its trials, which are not typical.
-    """
+    """Records some steps, as `timeline` does. The constructor and `close` are collective."""
 
     def __init__(
         self, reducer: Any, folder: Path | str | None, steps: int = 5, skip: int = SKIP
@@ -41,7 +38,7 @@ class Timeline(Recorder):
             raise UsageError(f"steps must be 1 or more and skip 0 or more, got {steps}, {skip}")
         self.record: Record | None = None  # equal on every rank, once its steps are complete
         self.has_picture: bool = False  # True if rank 0 has matplotlib
-        self._reducer, self._count, self._skip = reducer, steps, skip
+        self._reducer, self._count = reducer, steps
         self.folder: Path | None = None if folder is None else Path(folder)
         self._group = cpu_group(reducer.process_group)
         self.rank: int = self._group.rank()
@@ -83,7 +80,7 @@ class Timeline(Recorder):
     def _begin(self, iteration: int) -> None:
         self.step: StepMarks | None = None
         self._arrived.clear()
-        if iteration >= self._first and self._reducer.bucket_cap_mb is not None:
+        if iteration >= self._first:
             step = StepMarks(iteration, self._reducer.buckets)
             self._steps.append(step)
             self.begin(step)
@@ -128,9 +125,6 @@ class Timeline(Recorder):
         self.note("averaged")
         if self.step is not None:
             self.step.arrived = list(self._arrived)
-        if self._reducer.bucket_cap_mb is None:
-            # The next average is a trial, too.
-            self._first = iteration + 1 + self._skip
         self._begin(iteration)
         # One average later, when every rank has ended the last step.
         if iteration > self._first + self._count:

@@ -140,7 +140,6 @@ MB = 2**20
 def test_caps():
     for bucket_cap_mb, caps in (
         (None, (1 * MB, 25 * MB)),
-        ("auto", (1 * MB, 25 * MB)),
         (0, (0,)),
         (0.5, (MB // 2,)),
         (math.inf, (2**62,)),

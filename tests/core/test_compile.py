@@ -26,7 +26,7 @@ class Net(nn.Module):
 @on("gloo-2")
 def test_compiled_autograd_is_refused(world):
     model = Net()
-    reducer = ddp.Reducer(model, broadcast_buffers=True)
+    reducer = ddp.Reducer(model, sync_buffers=True)
     x = torch.ones(5, 6) * (world.rank + torch.arange(5.0)[:, None])
     model(x).sum().backward()
     compiler = partial(torch.compile, backend="eager")

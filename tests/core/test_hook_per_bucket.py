@@ -178,7 +178,8 @@ def test_hooks_keep_their_place_among_those_of_the_program(world):
     once(model, 0, world.rank)
     last = model.get_parameter(reducer.ready_order[-1])
     last.register_post_accumulate_grad_hook(lambda _: seen.append(reducer.average.next_bucket))
-    reducer.lay_out([1, 2**20])
+    reducer.caps = [1, 2**20]
+    reducer.lay_out()
     once(model, 1, world.rank)
     # Registered later, called later: every bucket has been launched.
     assert seen == [len(reducer.all_buckets)]

@@ -674,7 +674,7 @@ def test_average_gradients_raises_what_backward_does(world):
     """For buffers that differ, and for a gradient that is new in a static graph."""
     model = Terms(2, 3)
     model.register_buffer("mask", torch.ones(2))
-    reducer = Reducer(model, static_graph=True, broadcast_buffers=True)
+    reducer = Reducer(model, static_graph=True, sync_buffers=True)
     model(own(world), use=[0]).backward()
     if world.rank:
         model.mask = torch.ones(5)

@@ -32,7 +32,7 @@ def test_a_hook_divides_by_the_size_of_the_group_that_its_state_names(world, nam
 
 
 OPTIONS = [{}, {"gradient_as_bucket_view": True, "find_unused_parameters": True}]
-OPTIONS += [{"bucket_cap_mb": "auto"}, {"straggler_every": 2}, {"fuse_wgrad": True}]
+OPTIONS += [{"straggler_every": 2}, {"fuse_wgrad": True}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -155,7 +155,7 @@ PROGRAMS = {
     "a buffer grows": program(
         *(*STEP, Grow(), *STEP, *LOCAL, Grow(), *LOCAL, *STEP),
         buffers=True,
-        broadcast_buffers=True,
+        sync_buffers=True,
     ),
     "a Reducer of a part, too": program(
         *(*STEP, Second(0), *STEP, *LOCAL, *STEP[:3], Zero(False), *STEP, Again(), *STEP)
@@ -218,10 +218,10 @@ PROGRAMS = {
     "join": program(
         *(*STEP, Join((1, 3)), *STEP, Join((2, 0), initial=False), *STEP, Join((0, 2)), *STEP),
         buffers=True,
-        broadcast_buffers=True,
+        sync_buffers=True,
     ),
     "join, unused": program(Join((1, 3)), OTHERS, *END, **UNUSED),
-    "buffers": program(*STEP, Evaluate(0), *LOCAL, *STEP, buffers=True, broadcast_buffers=True),
+    "buffers": program(*STEP, Evaluate(0), *LOCAL, *STEP, buffers=True, sync_buffers=True),
     "batch norm": program(*STEP, Evaluate(1), *LOCAL, Weigh((2, 2)), *STEP, batch_norm=True),
     "moved": program(*STEP, ALL, Backward(), Move(), Step(), *LOCAL, Move(), *STEP, Zero(), *STEP),
     **{
@@ -251,11 +251,9 @@ PROGRAMS = {
     ),
     "written in forward": program(*STEP, *STEP, writes="equal"),
     # What random programs have found.
-    "join, then buffers": program(
-        *(Join((1, 2)), *STEP, *STEP), buffers=True, broadcast_buffers=True
-    ),
+    "join, then buffers": program(*(Join((1, 2)), *STEP, *STEP), buffers=True, sync_buffers=True),
     "join, then weights": program(
-        *(Join((1, 2)), Weigh((1, 3)), *STEP), buffers=True, broadcast_buffers=True
+        *(Join((1, 2)), Weigh((1, 3)), *STEP), buffers=True, sync_buffers=True
     ),
     "batch norm, a branch below it on some ranks": program(
         *(SOME_USE_BOTH, Backward(), Zero(), *STEP), batch_norm=True, **ONE_BY_ONE
@@ -282,7 +280,7 @@ PROGRAMS = {
         *(*LOCAL, Step(), Zero(), ALL, Backward()), writes="own", static_graph=True
     ),
     "error: a rank without a gradient waits for buffers": program(
-        *(*STEP, SOME_USE_BOTH, Backward()), buffers=True, broadcast_buffers=True, divided=True
+        *(*STEP, SOME_USE_BOTH, Backward()), buffers=True, sync_buffers=True, divided=True
     ),
     # That all ranks raise the same error, and train on with a new Reducer.
     "error: written in forward": program(*STEP, writes="own"),
@@ -290,10 +288,10 @@ PROGRAMS = {
     "error: a step with one forgotten": program(*STEP, all_use(1), Backward(), Step()),
     "error: weighed, batch norm": program(*STEP, Weigh((1, 3)), *STEP, batch_norm=True),
     "error: a buffer of one rank grows": program(
-        *(*STEP, Grow(1), *STEP), buffers=True, broadcast_buffers=True
+        *(*STEP, Grow(1), *STEP), buffers=True, sync_buffers=True
     ),
     "error: a buffer of one rank grows, averaged without a pass": program(
-        *(*STEP, Grow(1), *LOCAL, Average()), buffers=True, broadcast_buffers=True
+        *(*STEP, Grow(1), *LOCAL, Average()), buffers=True, sync_buffers=True
     ),
     "error: averaged without a gradient": program(*STEP, Average()),
     "error: averaged without a pass, not static": program(

@@ -459,7 +459,7 @@ def test_two_ranks_on_one_gpu_are_refused():
     "options",
     [
         ["--check-sync", "1", "--stall-after", "20"],
-        ["--model", "mlp", "--compress", "powersgd", "--bucket-cap-mb", "auto"],
+        ["--model", "mlp", "--compress", "powersgd", "--bucket-cap-mb", "4"],
         ["--precision", "fp16", "--virtual-ranks", "4", "--stragglers", "5"],
     ],
     ids=lambda options: " ".join(options),

@@ -107,7 +107,7 @@ PROGRAMS = {
     "stall watch": {"stall_after": 60.0},
     "stragglers": {"straggler_every": 2},
     "check sync": {"check_every": 2},
-    "buffers": {"make": normed, "broadcast_buffers": True},
+    "buffers": {"make": normed, "sync_buffers": True},
     "sync batch norm": {"make": synced},
     "flat SGD": {"optimizer": ddp.SGD},
     "flat AdamW": {"optimizer": ddp.AdamW},
@@ -169,7 +169,7 @@ def forward(name, module, reducer, data):
     return loss_of(data).backward
 
 
-def train(world, name):
+def train(world, name):  # noqa: C901
     """Trains for some steps; returns the parameters, and what a simulated GPU has seen."""
     side, simulated = PROGRAMS[name].get("side"), "tests.support.simgpu.device" in sys.modules
     if simulated:
@@ -314,7 +314,7 @@ def uneven_batches(world):
     from tests.support.simgpu import trace
 
     module = normed().to(world.device)
-    reducer = ddp.Reducer(module, broadcast_buffers=True)
+    reducer = ddp.Reducer(module, sync_buffers=True)
     with watched(world.device) as faults, ddp.join(reducer):
         for number in range(2 + world.rank):
             module(batch(world, number)).square().mean().backward()

@@ -15,7 +15,6 @@ RUNS = {
     "bf16": {"precision": "bf16"},
     "fp16": {"precision": "fp16"},
     "PowerSGD": {"compress": "powersgd", "model": "mlp"},
-    "auto": {"bucket_cap_mb": "auto", "model": "mlp"},
     "virtual_ranks": {"virtual_ranks": 4, "batch_size": 64},
     "timeline": {"timeline": "timeline", "model": "mlp"},
     "stragglers": {"stragglers": 2, "check_sync": 2, "model": "mlp"},

@@ -476,7 +476,8 @@ def folds_late(*arguments):
 class Relaid(Extension):
     def on_average(self, iteration, takes_part):
         if iteration == 2:
-            self._of().lay_out([2000])
+            self._of().caps = [2000]
+            self._of().lay_out()
 
 
 def scaled(model, reducer, optimizer):

@@ -30,7 +30,7 @@ def test_rank_0s_at_the_end_of_what_averages(world):
     model = Counted(5.0 + world.rank)
     model.register_buffer("own", torch.tensor(world.rank))
     broadcast_parameters(model, ignore=["b", "own"])
-    reducer = Reducer(model, broadcast_buffers=True, ignore=["own"])
+    reducer = Reducer(model, sync_buffers=True, ignore=["own"])
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
         with reducer.no_sync():
             model().backward()
@@ -155,7 +155,7 @@ def test_buffers_that_differ_between_ranks_are_named_on_all(world):
             model = Cached()
             if large:  # the flag then travels apart
                 model.register_buffer("large", torch.arange(2**16) + world.rank)
-            reducer = Reducer(model, broadcast_buffers=True)
+            reducer = Reducer(model, sync_buffers=True)
             for _ in range(later):
                 model().backward()
             if world.rank == odd:
@@ -178,7 +178,7 @@ def test_buffers_that_differ_between_ranks_are_named_on_all(world):
 @on("gloo_pair")
 def test_after_the_error_of_differing_buffers_training_goes_on(world):
     model = Cached()
-    Reducer(model, broadcast_buffers=True)
+    Reducer(model, sync_buffers=True)
     model().backward()
     for _ in range(2):
         if world.rank:
@@ -194,7 +194,7 @@ def test_after_the_error_of_differing_buffers_training_goes_on(world):
 def test_what_a_step_sends_for_buffers(world):
     """One message while the layout stays; a change on all ranks costs a comparison, once."""
     model = Cached()
-    Reducer(model, broadcast_buffers=True)
+    Reducer(model, sync_buffers=True)
     model().backward()
     counts = []
     names = ("broadcast", "all_reduce", "all_gather", "all_gather_object")
@@ -219,7 +219,7 @@ def test_what_a_step_sends_for_buffers(world):
 def test_a_first_buffer_that_appears_late(world):
     """Ranks without buffers send nothing; every hundredth average compares."""
     model = nn.Linear(1, 1)
-    reducer = Reducer(model, broadcast_buffers=True)
+    reducer = Reducer(model, sync_buffers=True)
     with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sent:
         for _ in range(2):
             model(torch.ones(1)).backward()
@@ -231,7 +231,7 @@ def test_a_first_buffer_that_appears_late(world):
     model(torch.ones(1)).backward()
     assert model.late == 0
     reducer.remove()
-    reducer = Reducer(nn.Linear(1, 1), broadcast_buffers=True)
+    reducer = Reducer(nn.Linear(1, 1), sync_buffers=True)
     reducer.module(torch.ones(1)).backward()
     if world.rank:
         reducer.module.register_buffer("late", torch.ones(1))
@@ -270,7 +270,7 @@ def test_every_kind_of_tensor_is_sent(world):
             model.register_buffer(name, tensor)
         before = dict(model.named_buffers())
         if how == "average":
-            Reducer(model, broadcast_buffers=True)
+            Reducer(model, sync_buffers=True)
             model(torch.ones(1)).backward()
         else:
             {"broadcast_buffers": broadcast_buffers}.get(how, broadcast_parameters)(model)
@@ -296,8 +296,8 @@ def refused(world):
             with pytest.raises(ValueError, match=f"buffer one {text}"):
                 call(model)
         with pytest.raises(ValueError, match=f"buffer one {text}"):
-            Reducer(model, broadcast_buffers=True)
-        Reducer(model, ignore=["one"], broadcast_buffers=True).remove()
+            Reducer(model, sync_buffers=True)
+        Reducer(model, ignore=["one"], sync_buffers=True).remove()
 
 
 @on("pair")

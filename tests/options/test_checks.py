@@ -32,7 +32,7 @@ FREEZES = {
     "views": {"gradient_as_bucket_view": True},
     "static": {"static_graph": True},
     "unused": {"find_unused_parameters": True},
-    "compared": {"check_every": 1, "broadcast_buffers": True},
+    "compared": {"check_every": 1, "sync_buffers": True},
 }
 
 
@@ -283,7 +283,7 @@ def test_the_default_device_is_the_programs_own(world):
     with torch.device("meta"):
         for shard, model in zip(("none", "world"), models, strict=True):
             ddp.broadcast_parameters(model)
-            reducer = Reducer(model, broadcast_buffers=True, check_finite=True, stall_after=60)
+            reducer = Reducer(model, sync_buffers=True, check_finite=True, stall_after=60)
             optimizer = ddp.AdamW(model.parameters(), lr=0.1, reducer=reducer, shard=shard)
             for _ in range(2):
                 reducer.weight(1.0)

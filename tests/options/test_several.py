@@ -94,7 +94,7 @@ def gan_loss(modules, x, rank, step):
 
 
 UNUSED = {"find_unused_parameters": True}
-BUFFERS = {"broadcast_buffers": True}
+BUFFERS = {"sync_buffers": True}
 STATIC = {"static_graph": True}
 VIEWS = {"gradient_as_bucket_view": True}
 # Modules in the order in which they get their Reducers, the options of each, and the loss.

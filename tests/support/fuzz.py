@@ -219,7 +219,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     # An error of this kind ends a group of ranks.
     one_sets = any(isinstance(op, Set) and op.rank is not None for op in operations)
     fails = (muon or shard != "none") and one_sets
-    switches = ["gradient_as_bucket_view", "fuse_wgrad", "large", "broadcast_buffers"]
+    switches = ["gradient_as_bucket_view", "fuse_wgrad", "large", "sync_buffers"]
     switches.append("check_finite")
     return Case(
         world_size=world_size,

@@ -201,7 +201,7 @@ class Case:
     autocast: bool = False
     momentum: float = 0.0
     writes: str | None = None  # in forward: "own" values on each rank, or "equal" ones on all
-    broadcast_buffers: bool = False
+    sync_buffers: bool = False
     seed: int = 0
 
     @property
@@ -224,7 +224,7 @@ class Case:
 
     @property
     def sends_buffers(self) -> bool:
-        return self.wrapped or self.broadcast_buffers
+        return self.wrapped or self.sync_buffers
 
     def __str__(self) -> str:
         own = ("parameters", "branches", "operations")
@@ -488,7 +488,7 @@ class Player:
     def no_sync(self) -> Any:
         return nullcontext()
 
-    def play(self, number: int, op: Any) -> None:
+    def play(self, number: int, op: Any) -> None:  # noqa: C901
         """The case's operation with this number."""
         match op:
             case Forward():
@@ -631,7 +631,7 @@ class Ours(Player):
         else:
             if not self.reducers:  # later they are equal, and graphs may be alive
                 ddp.broadcast_parameters(self.model, process_group=self.group)
-            options |= {"overlap": case.overlap, "broadcast_buffers": case.broadcast_buffers}
+            options |= {"overlap": case.overlap, "sync_buffers": case.sync_buffers}
             options["check_finite"] = case.check_finite
             trains = [name for name, p in self.model.named_parameters() if p.requires_grad]
             self.reducers = [
@@ -666,7 +666,7 @@ class Ours(Player):
             reducer.remove()
         self.seconds = []
 
-    def play(self, number: int, op: Any) -> None:
+    def play(self, number: int, op: Any) -> None:  # noqa: C901
         match op:
             case Weigh():
                 for reducer in (*self.reducers, *self.seconds):

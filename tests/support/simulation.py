@@ -201,7 +201,7 @@ class Simulation:
         members = group.members.values()
         return len(members) == group.size and all(self.reach(one, other) for other in members)
 
-    def _misfortunes(self, faults: int, kill_at: float) -> None:
+    def _misfortunes(self, faults: int, kill_at: float) -> None:  # noqa: C901
         if kill_at:
             self.sleep(kill_at)
             [rank for rank in self.ranks if not rank.machine][1].kill()

@@ -180,7 +180,7 @@ EVERYWHERE = [
     (f"parameter {WIDE}", lambda: DistributedDataParallel(expanded("parameter"))),
     (f"buffer {WIDE}", lambda: broadcast_parameters(expanded("buffer"))),
     (f"buffer {WIDE}", lambda: broadcast_buffers(expanded("buffer"))),
-    (f"buffer {WIDE}", lambda: Reducer(expanded("buffer"), broadcast_buffers=True)),
+    (f"buffer {WIDE}", lambda: Reducer(expanded("buffer"), sync_buffers=True)),
 ]
 
 

@@ -22,7 +22,7 @@ OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
 # Another value on rank 1, and the two as they are told.
 DIFFERENT = {
     "lr": (0.1, "--lr is 0.05 on rank 0 and 0.1"),
-    "bucket_cap_mb": ("auto", "--bucket-cap-mb is not given on rank 0 and auto"),
+    "bucket_cap_mb": (4.0, "--bucket-cap-mb is not given on rank 0 and 4.0"),
     "overlap": (False, "--no-overlap is not given on rank 0 and given"),
     "resume": ("x.pt", "--resume is not given on rank 0 and given"),
 }

@@ -249,6 +249,27 @@ def test_the_seed_is_that_of_all_generators_and_each_rank_has_its_own(world):
     assert not everyone[0] & everyone[1]
 
 
+def resumed_from_auto(world, folder):
+    trainer = make_trainer(world, folder, epochs=1)
+    trainer.run()
+    state = checkpoint.load(checkpoint.files(folder)[0])
+    state["buckets"] = {"bucket_cap_mb": 4.0, "overlap": True}
+    state["settings"]["bucket_cap_mb"] = "auto"
+    checkpoint.save(folder, state)
+    with patch.object(Report, "warning") as warning:
+        resumed = make_trainer(world, folder, resume="auto", epochs=1)
+    assert resumed.epoch == 1
+    for name, value in trainer.model.state_dict().items():
+        assert resumed.model.state_dict()[name].equal(value)
+    return [call.args for call in warning.mock_calls]
+
+
+def test_a_checkpoint_of_a_run_that_searched_for_its_buckets_is_resumed(ranks, tmp_path):
+    """Earlier versions had `--bucket-cap-mb auto`, and kept what it chose."""
+    (told,) = ranks("gloo", 1)(resumed_from_auto, tmp_path)
+    assert told == [("not as in the checkpoint: bucket_cap_mb auto -> None",)]
+
+
 def remembered(trainer):
     saved = trainer.power_sgd.state_dict(trainer.model)
     scale = trainer.scaler.get_scale()

@@ -208,7 +208,6 @@ def test_refusals(world):
         (lambda: make(virtual_ranks=0), "virtual ranks must be a power of two, got 0"),
         (lambda: make(virtual_ranks=1), "2 ranks need at least as many virtual ranks, got 1"),
         (lambda: make(nn.Embedding(3, 2, sparse=True)), "sparse gradients cannot be"),
-        (lambda: make(bucket_cap_mb="auto"), 'bucket_cap_mb="auto" cannot be used'),
         (lambda: ddp.SGD(parameters, 1, reducer=reducer, shard="node"), node),
         (lambda: reducer.weight(1), weight),
         (joined, weight),

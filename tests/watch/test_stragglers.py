@@ -133,7 +133,7 @@ HOW = {
     "at the end": ({"overlap": False}, WORK),
     "a hook": ({"how": ["hook"]}, WORK),
     "unused": ({"find_unused_parameters": True}, WORK),
-    "buffers": ({"broadcast_buffers": True}, WORK),
+    "buffers": ({"sync_buffers": True}, WORK),
     "backward steps": ({"gradient_as_bucket_view": True, "how": ["at once"]}, WORK[:3]),
     "weights": ({"how": ["weigh"]}, WORK[:2]),
     "batch norm": ({"how": ["batch norm"]}, WORK[:1]),  # which leaves two phases to compare

@@ -4,7 +4,6 @@ import itertools
 import os
 from contextlib import suppress
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.common.errors import PeerError
-from ddp_from_scratch.options import tuning as bucket_tuning
 from ddp_from_scratch.watch.timeline import Timeline, clock_offsets
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, own
@@ -164,24 +162,6 @@ def test_a_rank_without_data(world):
         assert second.forward
         for rank in recorded.ranks:
             assert rank.begin == min([*rank.forward, *(b.pack for b in rank.buckets)])[0] >= 0
-
-
-@on("gloo-2")
-def test_trials_of_auto_are_left_out(world):
-    """Two layouts are tried: each parameter alone, and all in one bucket."""
-    with patch.object(bucket_tuning, "CAPS", (1e-6, 1.0)):
-        _, reducer, step = made(bucket_cap_mb="auto")
-        timeline = Timeline(reducer, None, steps=2, skip=1)
-        trials = 0
-        while reducer.bucket_cap_mb is None:
-            step()
-            trials += 1
-        assert trials > 3
-        for _ in range(4):
-            assert timeline.record is None
-            step()
-    assert [step.iteration for step in timeline.record.steps] == [trials + 1, trials + 2]
-    assert {step.layout for step in timeline.record.steps} == {reducer.buckets}
 
 
 @on("gloo-2")

@@ -19,7 +19,7 @@ class Access(NamedTuple):
     writes: bool
 
 
-def faults() -> list[str]:
+def faults() -> list[str]:  # noqa: C901
     """Pairs of operations on the same bytes, one of them a write, that no event orders.
 
     Memory that is freed may be written at once by the stream that it was made on.
