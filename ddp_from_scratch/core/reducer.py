@@ -506,12 +506,11 @@ class CoreReducer:
             self._agree_on_order()
         for on_average in self.calls.on_average:
             on_average(self.iteration, takes_part)
-        if has_data:
-            # All are called, since each forgets what belongs to this average; the first counts.
-            late = [] if self.usage is None else [self.usage.misused]
-            for verdict in (*late, *self.calls.late_verdict):
-                found = verdict()
-                error = found if error is None else error
+        # All are called, since each forgets what belongs to this average; the first counts.
+        late = [] if self.usage is None else [self.usage.misused]
+        for verdict in (*late, *self.calls.late_verdict) if has_data else ():
+            found = verdict()
+            error = found if error is None else error
         return error
 
     def _wait_traced(self, bucket: Bucket) -> None:

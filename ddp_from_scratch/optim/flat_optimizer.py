@@ -16,11 +16,14 @@ from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
+from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
-from ddp_from_scratch.optim.shards import SHARDS, NoShards
+from ddp_from_scratch.optim.shards import SHARDS, NoShards, squares_of_gradients, total
+from ddp_from_scratch.optim.unflattened import Unflattened
 from ddp_from_scratch.optim.update_rules import (
     ADAM_RULE,
     CACHE_LINE,
@@ -54,12 +57,15 @@ class FlatOptimizer(torch.optim.Optimizer):
     1. arrange: if the Reducer has rebuilt its buckets, or a parameter group has changed, parameters
        move into flat tensors. Neighbours of one group form a *run*, in one tensor.
     2. step the members of each run with flat calls.
-    3. step the others one by one, with the same bits: members that are not in place (`.grad` is not
-       the bucket's window, `.data` was replaced), then parameters in no bucket, and those that
-       cannot move, such as 16-bit floats on a CPU.
+    3. step the others where they are, with the same bits: members that are not in place (`.grad` is
+       not the bucket's window, `.data` was replaced), then parameters in no bucket, and those that
+       cannot move, such as 16-bit floats on a CPU (`unflattened.py`).
+
+    One rank has nothing to average, so without a comm hook nothing moves: phase 3 steps everything,
+    whatever `shard` is. If there are more ranks later, the next step moves parameters and state.
 
     A view of a parameter that was made before it moved does not follow it. A copy of the optimizer
-    (deep or pickled) has no Reducer and steps one by one.
+    (deep or pickled) has no Reducer, and moves nothing.
 
     With `shard` the ranks divide phase 2, with equal results (`shards.py`). The first step compares
     their parameters. After `backward_and_step`, `.grad` is None (except sparse gradients); between
@@ -75,7 +81,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         params: parameters, named parameters or groups, as for any optimizer. Some may not be the
             Reducer's. Only neighbours of one group share a call: alternating groups gain little.
         args, settings: those of torch's class, except settings that choose a kernel.
-        reducer: averages the gradients. It switches to `gradient_as_bucket_view=True`.
+        reducer: averages the gradients. Unless it averages over one rank alone, it switches to
+            `gradient_as_bucket_view=True`.
         shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
             memory of its own, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
             with shared memory.
@@ -119,11 +126,18 @@ class FlatOptimizer(torch.optim.Optimizer):
         self._reducer: Reducer | None = reducer  # None in a copy of the optimizer
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
-        reducer.keep_bucket_views()
+        # True if the step under way averages over one rank, so over none.
+        self._is_alone = self._averages_alone()
+        if not self._is_alone:
+            reducer.keep_bucket_views()
         self.shard: str = shard
         # Of the gradients of the last step; empty unless the next average compares ranks.
         self.gradient_marks: dict[torch.Tensor, Mark] = {}
         self._runs = dict[FlatBucket, list[FlatParams]]()
+        self._unflattened = list[Unflattened]()
+        # What `_arrange` has last arranged for; ids of parameters that share memory.
+        self._arranged_for: Any = None
+        self._shared = set[int]()
         name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
         self._shards = SHARDS[shard](name, reducer, self._rule, overlap_forward)
         self._check_groups()
@@ -160,6 +174,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if "_reducer" not in self.__dict__:  # in a copy
             self._reducer, self.shard, self._runs, self.gradient_marks = None, "none", {}, {}
+            self._unflattened, self._arranged_for, self._is_alone = [], None, True
             self._shards = NoShards(type(self).__name__, None, self._rule)
 
     def _check_loaded(
@@ -203,12 +218,17 @@ class FlatOptimizer(torch.optim.Optimizer):
         self.gradient_marks = {}
         if not isinstance(closure, _BackwardAndStep):
             self._arrange()
-            self.gradient_marks = self._shards.mark_gradients(self._parameters())
+            if not self._is_alone:
+                self.gradient_marks = self._shards.mark_gradients(self._parameters())
             for bucket in self._runs:
                 self._step_bucket(bucket)
-        self._shards.end_step(list(self._runs), self.param_groups)
-        for parameter, group in self._alone:
-            self._step_alone(parameter, self.param_groups[group])
+        if self._is_alone:
+            self._shards.check_step()
+            self._shards.forget_loaded()
+        else:
+            self._shards.end_step(list(self._runs), self.param_groups)
+        for unflattened in self._unflattened:
+            unflattened.step(self.state, self.param_groups[unflattened.group])
         return loss
 
     def backward_and_step(
@@ -234,20 +254,40 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
         self._arrange(max_norm)
         backward = _BackwardAndStep(loss, self, self._reducer, max_norm)
-        with self._shards.averaging(max_norm is not None):
+        if self._is_alone:
             self.step(backward)  # so that hooks and schedulers see one step
+            self._drop_gradients(self._buckets)
+        else:
+            with self._shards.averaging(max_norm is not None):
+                self.step(backward)
         return backward.norm
+
+    def _drop_gradients(self, buckets: Iterable[FlatBucket]) -> None:
+        """Drops the gradients that `shard` does not keep after `backward_and_step`."""
+        # A local gradient would be taken for an average. And a Reducer that rebuilds its buckets
+        # would move it while other ranks still read it.
+        if self.shard != "none":
+            for bucket in buckets:
+                for parameter in bucket.parameters():
+                    parameter.grad = None
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> torch.Tensor:
         runs = list(self._runs.values())
-        flat = {
-            id(run.parameters[index])
-            for run in chain.from_iterable(runs)
-            for index in self._shards.members(run)
-        }
-        squares = self._shards.sum_of_squares(runs)
-        apart = [p.grad for p in self._parameters() if p.grad is not None and id(p) not in flat]
+        if self._is_alone:
+            # As if they were in flat tensors: the norm has the same bits on any number of ranks.
+            members = [self._movable(bucket) for bucket in self._buckets]
+            squares = total([squares_of_gradients(each) for each in members if each])
+            flat = {*map(id, chain.from_iterable(members))}
+        else:
+            squares = self._shards.sum_of_squares(runs)
+            flat = {
+                id(run.parameters[index])
+                for run in chain.from_iterable(runs)
+                for index in self._shards.members(run)
+            }
+        gradients = [(id(p), p.grad) for p in self._parameters() if p.grad is not None]
+        apart = [gradient for key, gradient in gradients if key not in flat]
         for gradient in apart:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             squares = squares + values.abs().double().square().sum()
@@ -256,7 +296,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for run in chain.from_iterable(runs):
             run.scale_gradients(factor)
-        for gradient in apart:
+        for gradient in [g for _, g in gradients] if self._is_alone else apart:
             gradient.mul_(factor)
         return norm
 
@@ -285,40 +325,62 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _arrange(self, max_norm: float | None = None) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
         self._shards.begin_step(max_norm)
-        buckets = self._buckets
+        was_alone, self._is_alone = self._is_alone, self._averages_alone()
+        if self._reducer is not None and was_alone and not self._is_alone:
+            self._reducer.keep_bucket_views()
+        buckets = () if self._is_alone else self._buckets
         groups = [[id(p) for p in group["params"]] for group in self.param_groups]
-        if (buckets, groups) == self.__dict__.get("_arranged_for"):
+        if (buckets, groups) == self._arranged_for:
             return
         self._check_groups()
-        self._shards.before_arranging()
+        if not self._is_alone:
+            self._shards.before_arranging()
         before = list(self._runs.values())
         # Includes parameters in no bucket, which may share memory with one that would move.
-        shared = overlapping(list(self._parameters()))
-        self._runs = {bucket: self._make_runs(bucket, shared) for bucket in buckets}
+        self._shared = overlapping(list(self._parameters()))
+        self._runs = {bucket: self._make_runs(bucket) for bucket in buckets}
         moved: dict[torch.Tensor, tuple[FlatParams, int]] = {
             parameter: (run, index)
             for run in chain.from_iterable(self._runs.values())
             for index, parameter in enumerate(run.parameters)
         }
-        self._alone = [
-            (parameter, index)
-            for index, group in enumerate(self.param_groups)
-            for parameter in group["params"]
-            if parameter not in moved
+        others = [[p for p in group["params"] if p not in moved] for group in self.param_groups]
+        self._unflattened = [
+            Unflattened(parameters, index, self._rule, self._shared)
+            for index, parameters in enumerate(others)
+            if parameters
         ]
-        self._shards.arranged(self._runs, [parameter for parameter, _ in self._alone])
+        if not self._is_alone:
+            self._shards.arranged(self._runs, [*chain.from_iterable(others)])
         for runs in before:  # bucket by bucket, since the whole state may not fit into memory
             for parameter, whole in self._shards.whole_state(runs, self.state).items():
                 self.state[parameter].update(whole)
-                run, index = moved[parameter]
-                run.gather([index], self.state, self.param_groups[run.group])
+                if parameter in moved:
+                    run, index = moved[parameter]
+                    run.gather([index], self.state, self.param_groups[run.group])
         self._arranged_for = (buckets, groups)
 
-    def _make_runs(self, bucket: FlatBucket, shared: set[int]) -> list[FlatParams]:
-        """Moves the bucket's parameters into runs of one group each, except those that cannot."""
+    def _averages_alone(self) -> bool:
+        """True if the gradients of one rank are their own averages: also in a copy."""
+        if self._reducer is None:
+            return True
+        group = self._reducer.process_group or dist.group.WORLD
+        is_one = group is not None and group.size() == 1
+        return is_one and self._reducer.sender.hook is average
+
+    def _movable(self, bucket: FlatBucket) -> list[torch.nn.Parameter]:
+        groups = zip(self._groups_that_move(bucket), bucket.parameters(), strict=True)
+        return [parameter for group, parameter in groups if group is not None]
+
+    def _groups_that_move(self, bucket: FlatBucket) -> list[int | None]:
+        """Returns the group of each member; None for one that cannot be in a flat tensor."""
         rows = zip(self._groups_of(bucket), bucket.parameters(), bucket.views, strict=True)
-        # None for a parameter that does not move.
-        groups = [g if can_move(p, view) and id(p) not in shared else None for g, p, view in rows]
+        shared = self._shared
+        return [g if can_move(p, view) and id(p) not in shared else None for g, p, view in rows]
+
+    def _make_runs(self, bucket: FlatBucket) -> list[FlatParams]:
+        """Moves the bucket's parameters into runs of one group each, except those that cannot."""
+        groups = self._groups_that_move(bucket)
         offsets, itemsize = bucket.offsets, bucket.flat.itemsize
         cuts = [0]
         for i in range(1, len(groups)):
@@ -350,15 +412,19 @@ class FlatOptimizer(torch.optim.Optimizer):
             run.count(stretches)
             # Autograd counts writes to a parameter, but not those through other tensors.
             increment_version([run.parameters[index] for index in members])
-            for index in set(range(len(run.parameters))).difference(members):
-                self._step_alone(run.parameters[index], group)
+            if len(members) < len(run.parameters):
+                self._step_out_of_place(run, members, group)
 
-    # 3. one by one ------------------------------------------------------------------------------
+    # 3. the others ------------------------------------------------------------------------------
 
-    def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        if parameter.grad is not None:
-            state = self.state[parameter] if self._rule.state_names(group) else {}
-            self._rule.step(parameter, parameter.grad, state, group)
+    def _step_out_of_place(
+        self, run: FlatParams, in_place: Sequence[int], group: dict[str, Any]
+    ) -> None:
+        for index in sorted({*range(len(run.parameters))}.difference(in_place)):
+            parameter = run.parameters[index]
+            if parameter.grad is not None:
+                state = self.state[parameter] if self._rule.state_names(group) else {}
+                self._rule.step(parameter, parameter.grad, state, group)
 
 
 class _BackwardAndStep:
@@ -383,6 +449,7 @@ class _BackwardAndStep:
 
     def _step_landed(self, bucket: Bucket) -> None:
         optimizer, landed = self._optimizer, [bucket]
+        self._averaged |= optimizer._is_alone  # `step` steps all parameters after backward
         if self._clip is not None:
             if bucket is not self._reducer.all_buckets[-1]:
                 return
@@ -391,10 +458,7 @@ class _BackwardAndStep:
             if isinstance(each, FlatBucket) and each in optimizer._runs:
                 self._averaged = True
                 optimizer._step_bucket(each)
-                for parameter in each.parameters() if optimizer.shard != "none" else ():
-                    # A local gradient would be taken for an average. And a Reducer that rebuilds
-                    # its buckets would move it while other ranks still read it.
-                    parameter.grad = None
+                optimizer._drop_gradients([each])
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):

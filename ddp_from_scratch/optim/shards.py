@@ -34,7 +34,14 @@ from ddp_from_scratch.common.group import (
     wait,
     wait_all,
 )
-from ddp_from_scratch.common.memory import as_real, grad_dtype, in_huge_pages, same_memory, zeros
+from ddp_from_scratch.common.memory import (
+    as_real,
+    dense_strides,
+    grad_dtype,
+    in_huge_pages,
+    same_memory,
+    zeros,
+)
 from ddp_from_scratch.core.bucket import CommHook, FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average, comm_hook
 from ddp_from_scratch.optim.flat_params import (
@@ -105,6 +112,9 @@ class NoShards:
         """Returns what the next average must compare of the gradients, by parameter."""
         return {}
 
+    def check_step(self) -> None:
+        """Raises if the ranks cannot divide this step."""
+
     def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
         run.update(stretches, group)
 
@@ -118,8 +128,7 @@ class NoShards:
 
     def sum_of_squares(self, runs: Sequence[Runs]) -> torch.Tensor:
         """Returns the sum of the squares of all gradients in these runs, of a bucket each."""
-        rows = [self._squares(of_bucket) for of_bucket in runs if of_bucket]
-        return torch.cat(rows).sum() if rows else torch.zeros((), dtype=torch.float64, device="cpu")
+        return total([self._squares(of_bucket) for of_bucket in runs if of_bucket])
 
     def _squares(self, runs: Runs) -> torch.Tensor:
         """Returns the sum of squares of each block of a bucket; 0 where another rank has it."""
@@ -127,10 +136,7 @@ class NoShards:
         padded = runs[0].flat.new_zeros(-(-numel // BLOCK) * BLOCK)
         for run, begin in _placed(runs):
             run.copy_gradients(self.members(run), padded[begin : begin + run.flat.numel()])
-        rows = padded.view(-1, BLOCK)
-        if rows.is_complex():
-            rows = torch.view_as_real(rows).flatten(1)
-        return rows.double().square().sum(1)
+        return _squares_of_blocks(padded)
 
 
 class Shards(NoShards):
@@ -248,10 +254,13 @@ class Shards(NoShards):
         finally:
             self._of.set_hook(before, state)
 
-    def members(self, run: FlatParams) -> list[int]:
-        """Returns the members that have gradients, after copying these into their buckets."""
+    def check_step(self) -> None:
         if self._of.joining:
             raise RuntimeError("every rank must step its share, so join() cannot be used")
+
+    def members(self, run: FlatParams) -> list[int]:
+        """Returns the members that have gradients, after copying these into their buckets."""
+        self.check_step()
         members = run.in_place()
         if len(members) == len(run.parameters):
             return members
@@ -349,7 +358,7 @@ class WorldShards(Shards):
         self._to_compare: tuple[str, torch.Tensor] | None = None
         # On gloo, whose collectives of this kind send too much, or not while they receive.
         self._by_messages = reducer.device.type == "cpu" and not self._is_native
-        self._waits = self._make_waits() if overlap else None
+        self._waits = self._make_waits() if overlap and self._size > 1 else None
 
     def _make_waits(self) -> ForwardWaits:
         # Reducers watch a module's tables, which now become others. Not if they have changed: the
@@ -556,6 +565,34 @@ class WorldShards(Shards):
         # Each block is one rank's, and 0 on the others, so the order of the sum does not matter.
         wait(dist.all_reduce(sums, group=self._group, async_op=True))
         return sums.sum()
+
+
+def squares_of_gradients(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of squares of each block of gradients, laid out as parameters in a run."""
+    first = parameters[0]
+    line = CACHE_LINE // first.itemsize
+    lines = (-(-parameter.numel() // line) * line for parameter in parameters)
+    *begins, numel = accumulate(lines, initial=0)
+    padded = first.new_zeros(-(-numel // BLOCK) * BLOCK)
+    for parameter, begin in zip(parameters, begins, strict=True):
+        if parameter.grad is not None:
+            window = padded.as_strided(parameter.shape, dense_strides(parameter), begin)
+            window.copy_(parameter.grad)
+    return _squares_of_blocks(padded)
+
+
+def _squares_of_blocks(padded: torch.Tensor) -> torch.Tensor:
+    rows = padded.view(-1, BLOCK)
+    if rows.is_complex():
+        rows = torch.view_as_real(rows).flatten(1)
+    return rows.double().square().sum(1)
+
+
+def total(squares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of the blocks of all buckets."""
+    if not squares:
+        return torch.zeros((), dtype=torch.float64, device="cpu")
+    return torch.cat([*squares]).sum()
 
 
 @comm_hook(one_collective=True)

@@ -17,6 +17,8 @@ from ddp_from_scratch.common.memory import dense_strides
 
 # In bytes. A multiple of the vector size of every CPU that torch has kernels for.
 CACHE_LINE = 64
+# Below this number of elements, cutting a tensor takes longer than to step it with separate calls.
+_SMALL = 2**13
 
 Group = dict[str, Any]
 # A parameter, its gradient, and its state in the order of `state_names`, without "step".
@@ -78,7 +80,7 @@ class SGDRule(UpdateRule):
 
     On a CPU, torch's `fused=True` differs from them only in the momentum of a parameter's last
     elements (at most 7 in float32, 3 in float64), which it rounds once less. Here the operations of
-    `foreach=False` step these elements, and the fused kernel steps all others.
+    `foreach=True` step these elements, and the fused kernel steps all others.
     """
 
     _of_kernel = ("momentum", "dampening", "weight_decay", "nesterov", "maximize")
@@ -103,23 +105,18 @@ class SGDRule(UpdateRule):
             state[0].copy_(momentum[0])
 
     def update_flat(self, columns: Columns, age: int, group: Group) -> None:
-        # The fused kernel steps the whole cache lines of each part, and `update` the rest.
         first = columns[0][0]
-        rest = list(columns)
         if first.is_cuda and first.is_floating_point():
             _fused_sgd(columns, age, group)
-            return
-        if has_exact_kernel(first.dtype, first.device.type):
-            line = CACHE_LINE // first.itemsize
-            over = [(k, n) for k, part in enumerate(columns[0]) if (n := part.numel() % line)]
-            rest = [[column[k][-n:] for k, n in over] for column in columns]
-            whole = [list(column) for column in columns]
-            for column in whole:
-                for k, n in over:
-                    column[k] = column[k][:-n]
-            _fused_sgd(whole, age, group)
-        for tensors in zip(*rest, strict=True):
-            self.update(tensors, age, group)
+        elif has_exact_kernel(first.dtype, first.device.type):
+            whole, rest = _cut_at_lines(columns)
+            if whole[0]:
+                _fused_sgd(whole, age, group)
+            if rest[0]:
+                _foreach_sgd(rest, age, group)
+        else:
+            for tensors in zip(*columns, strict=True):
+                self.update(tensors, age, group)
 
 
 class AdamRule(UpdateRule):
@@ -203,6 +200,40 @@ def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
     first = bool(momentum) and age == 0  # a GPU's kernel warns of the flag without momentum
     settings = _sgd_settings(group)
     torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=first)
+
+
+def _foreach_sgd(columns: Columns, age: int, group: Group) -> None:
+    parameters, gradients, *momentum = columns
+    if group["nesterov"]:  # it would write into the gradients
+        gradients = [gradient.clone() for gradient in gradients]
+    held: list[Any] = [*momentum[0]] if momentum and age else [None] * len(parameters)
+    sgd(parameters, gradients, held, foreach=True, fused=False, **_sgd_settings(group))
+    if momentum and age == 0:
+        torch._foreach_copy_(momentum[0], held)
+
+
+def _cut_at_lines(columns: Columns) -> tuple[Columns, Columns]:
+    """Returns the whole cache lines of each row's tensors, and what is left of them at the end.
+
+    A small tensor of another size than whole lines is left altogether.
+    """
+    line = CACHE_LINE // columns[0][0].itemsize
+    whole, rest = [[] for _ in columns], [[] for _ in columns]  # type: tuple[Any, Any]
+    if not any(part.numel() % line for part in columns[0]):
+        return columns, rest
+    for row in zip(*columns, strict=True):
+        numel = row[0].numel()
+        over = numel % line
+        for k, tensor in enumerate(row):
+            if over == 0:
+                whole[k].append(tensor)
+            elif numel < _SMALL:
+                rest[k].append(tensor)
+            else:
+                flat = tensor.as_strided((numel,), (1,))
+                whole[k].append(flat[:-over])
+                rest[k].append(flat[-over:])
+    return whole, rest
 
 
 @cache

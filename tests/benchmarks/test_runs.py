@@ -26,6 +26,7 @@ RUNS = {
     "beside": "--model mlp --steps 2",
     "scaling": f"{GLOO} {TWICE} --nproc 2",
     "allreduce": "--quick --bytes 4096 --collective all_reduce all_gather",
+    "host_time": TWICE,
     "start_time": "--ranks 2 --rounds 1",
     "survive": "--kills 2 --epochs 30 --no-torchrun",
     "timelines": f"{SMALL} --steps 2 --place {timelines.GLOO}",

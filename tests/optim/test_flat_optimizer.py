@@ -59,10 +59,13 @@ class Pair:
         groups: Callable[[nn.Module], Any] = nn.Module.parameters,
         cap: float = SEVERAL,
         kind: str = "SGD",
+        flat: bool = True,
         **options: Any,
     ):
         self.ours, self.theirs = make(), make()
         self.reducer = ddp.Reducer(self.ours, bucket_cap_mb=cap)
+        if flat:  # without a hook, one rank packs and moves nothing
+            self.reducer.register_comm_hook(None, ddp.comm_hooks.allreduce_hook)
         options.setdefault("lr", 0.05)
         ours = groups(self.ours)
         self.our_optimizer = getattr(ddp, kind)(ours, reducer=self.reducer, **options)
@@ -134,6 +137,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW, bfloat16": ADAMW | {"make": partial(Net, torch.bfloat16)},
     "AdamW, float16": ADAMW | {"make": partial(Net, torch.float16)},
 }
+either_way = pytest.mark.parametrize("flat", [True, False], ids=["flat", "not flat"])
 each_kind = pytest.mark.parametrize("options", [MOMENTUM, ADAMW], ids=["SGD", "AdamW"])
 
 
@@ -151,9 +155,13 @@ def train_in_one(pair: Pair, count: int, accumulates: bool = False) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("cap", [0, SEVERAL, slow(ALL)], ids=["each its own", "several", "one"])
-def test_bits_are_those_of_torch_and_state_goes_both_ways(options, cap):
-    pair = Pair(cap=cap, **options)
+@pytest.mark.parametrize(
+    ("cap", "flat"),
+    [(0, True), (SEVERAL, True), slow(ALL, True), (SEVERAL, False)],
+    ids=["each its own", "several", "one", "not flat"],
+)
+def test_bits_are_those_of_torch_and_state_goes_both_ways(options, cap, flat):
+    pair = Pair(cap=cap, flat=flat, **options)
     pair.train(3, set_to_none=cap != 0)
     train_in_one(pair, 2)
     ours, theirs = pair.our_optimizer.state_dict(), pair.their_optimizer.state_dict()
@@ -162,7 +170,7 @@ def test_bits_are_those_of_torch_and_state_goes_both_ways(options, cap):
     assert keys[0] == keys[1]
     torch.save(ours, file := io.BytesIO())
     file.seek(0)
-    other = Pair(**{**options, "lr": 7.0})  # comes from the state
+    other = Pair(**{**options, "lr": 7.0}, flat=flat)  # comes from the state
     states = copy.deepcopy(theirs), torch.load(file, weights_only=True)
     for (model, optimizer), state in zip(other.both, states, strict=True):
         model.load_state_dict(pair.ours.state_dict())
@@ -210,8 +218,9 @@ def test_one_call_per_bucket(options, rule, widths):
         assert len({p.untyped_storage().data_ptr() for p in bucket.parameters()}) == 1
 
 
-def test_parameters_added_later():
-    pair = Pair(groups=lambda model: list(model.parameters())[:4], **MOMENTUM)
+@either_way
+def test_parameters_added_later(flat):
+    pair = Pair(groups=lambda model: list(model.parameters())[:4], **MOMENTUM, flat=flat)
     pair.train(2)
     for model, optimizer in pair.both:
         one, *added = list(model.parameters())[4:]
@@ -295,25 +304,28 @@ def a_copy(pair):
 
 
 @each_kind
+@either_way
 @pytest.mark.parametrize("program", [a_step_that_is_skipped, replaced_data_and_gradients, a_copy])
-def test_bits_are_those_of_torch_with(program, options):
-    program(Pair(**options))
+def test_bits_are_those_of_torch_with(program, options, flat):
+    program(Pair(**options, flat=flat))
 
 
 @each_kind
-def test_parameters_in_shared_memory_stay_shared(options):
+@either_way
+def test_parameters_in_shared_memory_stay_shared(options, flat):
     def make() -> nn.Module:
         model = Net()
         model.p6 = nn.Parameter(model.p5.data[:17])
         return model
 
-    pair = Pair(make, **options)
+    pair = Pair(make, **options, flat=flat)
     pair.train()
     assert pair.ours.p6.data_ptr() == pair.ours.p5.data_ptr()
 
 
-def test_backward_and_step_counts_as_a_step_after_accumulation():
-    pair = Pair(**MOMENTUM)
+@either_way
+def test_backward_and_step_counts_as_a_step_after_accumulation(flat):
+    pair = Pair(**MOMENTUM, flat=flat)
     schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for _, o in pair.both]
     told: list[str] = []
     pair.our_optimizer.register_step_pre_hook(lambda *_: told.append("pre"))
@@ -325,8 +337,9 @@ def test_backward_and_step_counts_as_a_step_after_accumulation():
     assert told == ["pre", "post"] * 3
 
 
-def test_backward_and_step_that_averages_nothing_steps_nothing():
-    pair = Pair(**MOMENTUM)
+@either_way
+def test_backward_and_step_that_averages_nothing_steps_nothing(flat):
+    pair = Pair(**MOMENTUM, flat=flat)
     train_in_one(pair, 2)
     before = copy.deepcopy(pair.ours)
     told = r"nothing was averaged.*no_sync\(\)"

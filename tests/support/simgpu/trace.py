@@ -128,6 +128,7 @@ def host_waits(begin: int = 0) -> list[str]:
 EXPECTED_WAITS = {
     "tolist at core/reducer.py": "the order of buckets, in the first average",
     "optim/flat_params.py": "a state that was loaded",
+    "optim/unflattened.py": "the same",
     "torch_ddp/join.py": "a rank without data, in torch's Join",
     "options/sparse.py": "the numbers of rows",
     "options/unused.py": "a rank with unused parameters",
