@@ -1,13 +1,13 @@
 """The Reducer with its options, each an extension of `core/reducer.py` in its own file."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common.group import check_group, cpu_group, takes_cpu_tensors
+from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import Sender, average
@@ -31,7 +31,7 @@ from ddp_from_scratch.options.local_steps import LocalSteps, StepsInHooks
 from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.stats import ReducerStats
 from ddp_from_scratch.options.unused import Unused
-from ddp_from_scratch.options.weight import GradientWeight
+from ddp_from_scratch.options.weight import agree_weight
 from ddp_from_scratch.sync.check_sync import DriftCheck
 from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction
 from ddp_from_scratch.virtual_ranks.virtual_ranks import Result, VirtualRanks
@@ -39,10 +39,10 @@ from ddp_from_scratch.watch.stall import StallWatch
 from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
 
-class Reducer(CoreReducer):
+class Reducer:
     """All-reduces the gradients of a module in buckets, without wrapping the module.
 
-    `CoreReducer` describes a step. This class turns options into extensions.
+    `CoreReducer` describes and does a step. This class turns options into its extensions.
 
     Args:
         module: the gradients of its parameters are averaged. All ranks must hold the same model.
@@ -95,12 +95,9 @@ class Reducer(CoreReducer):
         extensions: your own (`core/extension.py`), called after those of the options.
 
     Attributes:
-        sync: True if backward passes average. `no_sync()` sets it to False and back.
-        joining: True inside `join()`, which sets the weights.
-        iteration: the number of averages so far.
-        overlap: as given.
-        ready_order: the names of the parameters in the order of the final layout; None before it.
-        flat_buckets: the current buckets in launch order, without those of sparse gradients.
+        core: what extensions are attached to: its parameters, buckets and phases.
+        buffer_sync: sends the module's buffers.
+        tree_reduction: the sum over virtual ranks; None without them.
 
     Raises:
         ValueError: no parameter requires a gradient; a parameter is lazy, expanded, computed from
@@ -158,8 +155,7 @@ class Reducer(CoreReducer):
         refused = {'reduce="sum"': sums, "check_finite": check_finite}
         if virtual_ranks is not None and (names := [name for name in refused if refused[name]]):
             raise ValueError(f"{names[0]} cannot be used with virtual_ranks=V: leave it out")
-        self.ignore: frozenset[str] = frozenset(ignore)
-        self.joining: bool = False
+        self._ignore = frozenset(ignore)
         self.buffer_sync: BufferSync = BufferSync(module, process_group, ignore)
         regroups = virtual_ranks is not None
         self._checks = Checks(snapshot, ignore, check_first_average, regroups)
@@ -168,6 +164,8 @@ class Reducer(CoreReducer):
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.snapshot, fuse_wgrad)
             self.tree_reduction = self._virtual_ranks.reduction
+
+        device = next(iter(parameters.values())).device
 
         def options() -> Iterator[Extension]:
             # In call order: layout first, comparisons last. An option that is off costs nothing.
@@ -185,7 +183,7 @@ class Reducer(CoreReducer):
             if stall_after is not None:
                 yield StallWatch(stall_after)
             if straggler_every is not None:
-                yield StragglerWatch(straggler_every, self.device, process_group)
+                yield StragglerWatch(straggler_every, device, process_group)
             if check_every is not None:
                 yield DriftCheck(check_every, module, process_group, ignore)
             if fuse_wgrad:
@@ -201,11 +199,11 @@ class Reducer(CoreReducer):
         launch_order.check_overlap(module, parameters, process_group, sums)
         sender = Sender(process_group, transport if on_cpu else None, sums)
         # Shared memory is freed with its group, and virtual ranks may continue in another one.
-        memory_of = sender.group() if self.meets and virtual_ranks is None else None
+        memory_of = sender.group() if self._meets and virtual_ranks is None else None
         sparse = sparse_parameters(module)
         apart = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}
         layout = Layout(parameters, apart, memory_of, launch_order.next_name(memory_of))
-        super().__init__(
+        self.core: CoreReducer = self._core_type(
             module,
             sender,
             layout,
@@ -217,10 +215,11 @@ class Reducer(CoreReducer):
             drops_at_once=virtual_ranks is not None,
             extensions=options(),
         )
-        launch_order.look_for_layers(self)
-        launch_order.add(self, memory_of)
+        launch_order.look_for_layers(self.core)
+        launch_order.add(self.core, memory_of)
 
-    meets = True  # all ranks construct this object together
+    _meets = True  # all ranks construct this object together
+    _core_type = CoreReducer
 
     # Inspection ---------------------------------------------------------------------------------
 
@@ -228,18 +227,49 @@ class Reducer(CoreReducer):
         return f"Reducer({self.stats()})"
 
     @property
+    def module(self) -> torch.nn.Module:
+        """The module whose gradients are averaged."""
+        return self.core.module
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that take part; None means all."""
+        return self.core.process_group
+
+    @property
+    def ignore(self) -> frozenset[str]:
+        """The names of parameters and buffers that are not synchronised."""
+        return self._ignore
+
+    @property
+    def overlap(self) -> bool:
+        """True if buckets are launched during backward."""
+        return self.core.overlap
+
+    @property
+    def sync(self) -> bool:
+        """True if backward passes average. `no_sync()` sets it to False and back."""
+        return self.core.sync
+
+    @property
+    def iteration(self) -> int:
+        """The number of averages so far."""
+        return self.core.iteration
+
+    @property
     def buckets(self) -> tuple[tuple[str, ...], ...]:
         """The names of the parameters of each bucket, in launch order."""
-        return tuple(tuple(self.names[i] for i in bucket.members) for bucket in self.all_buckets)
+        names = self.core.names
+        return tuple(tuple(names[i] for i in bucket.members) for bucket in self.core.all_buckets)
+
+    @property
+    def ready_order(self) -> list[str] | None:
+        """The names of the parameters in the order of the final layout; None before it."""
+        return self.core.ready_order
 
     def stats(self) -> ReducerStats:
         """Returns the current settings, buckets and their sizes."""
-        return ReducerStats.of(self, self._backend)
-
-    @property
-    def will_average(self) -> bool:
-        """True if backward passes average: not in `no_sync()`, nor while the module is frozen."""
-        return self.sync and any(parameter.requires_grad for parameter in self.parameters)
+        return ReducerStats.of(self.core, self._backend)
 
     # Settings -----------------------------------------------------------------------------------
 
@@ -249,13 +279,13 @@ class Reducer(CoreReducer):
         Unless a hook has `hook.one_collective = True`, it may start a second collective, so only
         one bucket is in flight at a time. Raises a RuntimeError while a backward pass is running.
         """
-        self.check_current()
+        launch_order.check_current(self.core)
         self._check_idle("a comm hook cannot be registered while gradients wait for their average")
-        self.check_free("a comm hook")
-        if self.sender.sums and hook is not average:
+        self.core.sender.check_free("a comm hook")
+        if self.core.sender.sums and hook is not average:
             name = getattr(hook, "__name__", hook)
             raise RuntimeError(f'reduce="sum" cannot be used with a comm hook: leave {name} out')
-        self.set_hook(hook, state)
+        self.core.set_hook(hook, state)
 
     def keep_bucket_views(self) -> None:
         """Switches to `gradient_as_bucket_view=True`. Idempotent.
@@ -263,9 +293,9 @@ class Reducer(CoreReducer):
         An existing `.grad` keeps its memory until the next average. Raises a RuntimeError while
         gradients are ready but not averaged.
         """
-        self.check_current()
+        launch_order.check_current(self.core)
         self._check_idle("gradients that wait for their average cannot move into their buckets")
-        self.lay_out(kind=ViewBucket)
+        self.core.lay_out(kind=ViewBucket)
 
     def set_static_graph(self) -> None:
         """Switches to `static_graph=True` from the next forward pass on. Idempotent.
@@ -273,29 +303,30 @@ class Reducer(CoreReducer):
         Every rank must call it. Backward through a graph that exists already may raise if the graph
         has reentrant checkpoints.
         """
-        self.check_current()
-        unused = self.extension(Unused)
+        launch_order.check_current(self.core)
+        unused = self.core.extension(Unused)
         if unused is None:
-            self.add_extension(Unused(find_unused=False, static=True, skip=False))
+            self.core.add_extension(Unused(find_unused=False, static=True, skip=False))
         else:
             unused.set_static()
 
     def set_sync_buffers(self, enabled: bool) -> None:
         """Sets `sync_buffers`. Every rank must call it."""
-        self.check_current()
+        launch_order.check_current(self.core)
         self.buffer_sync.enable(enabled)
-        if enabled and self.buffer_sync not in self.extensions:
-            self.add_extension(self.buffer_sync, first=True)
+        if enabled and self.buffer_sync not in self.core.extensions:
+            self.core.add_extension(self.buffer_sync, first=True)
 
     def watch_stragglers(
         self, every: int, tell: Callable[[StragglerReport], None] | None = None
     ) -> None:
         """Sets `straggler_every`, on every rank. `tell` gets reports; None prints on rank 0."""
-        self.add_extension(StragglerWatch(every, self.device, self.process_group, tell))
+        watch = StragglerWatch(every, self.core.device, self.process_group, tell)
+        self.core.add_extension(watch)
 
     def prepare_backward(self, outputs: object) -> None:
         """Searches the graph of these tensors, where backward will begin, for unused parameters."""
-        if (unused := self.extension(Unused)) is not None:
+        if (unused := self.core.extension(Unused)) is not None:
             unused.prepare(outputs)
 
     def check_forward(self) -> None:
@@ -306,15 +337,8 @@ class Reducer(CoreReducer):
         """Raises unless every gradient of the last backward pass has been averaged."""
         self._checks.check_complete()
 
-    def check_free(self, what: str) -> None:
-        """Raises if virtual ranks fix the comm hook; `what` names the feature for the error."""
-        if self._virtual_ranks is not None:
-            raise RuntimeError(
-                f"virtual_ranks=V has a sum of its own and cannot be used with {what}"
-            )
-
     def _check_idle(self, text: str) -> None:
-        if any(bucket.begun for bucket in self.all_buckets):
+        if any(bucket.begun for bucket in self.core.all_buckets):
             raise RuntimeError(text)
 
     def average_gradients(self) -> None:
@@ -330,13 +354,13 @@ class Reducer(CoreReducer):
                 rank had in the first average (on the rank concerned, after the average); the ranks'
                 buffers differ; or the Reducer has virtual ranks.
         """
-        self.check_current()
-        self.check_free("average_gradients()")
-        if self.joining or current_pass() != -1:
-            where = "join()" if self.joining else "a backward pass"
+        launch_order.check_current(self.core)
+        self.core.sender.check_free("average_gradients()")
+        if self.core.joining or current_pass() != -1:
+            where = "join()" if self.core.joining else "a backward pass"
             raise RuntimeError(f"average_gradients() cannot be used inside {where}")
         self.check_complete()
-        self.average_now()
+        self.core.average_now()
 
     # Weights ------------------------------------------------------------------------------------
 
@@ -351,33 +375,13 @@ class Reducer(CoreReducer):
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
             RuntimeError: inside `join()`; or the amounts differ with synchronised batch norm.
         """
-        self.check_current()
-        if self.joining:
+        launch_order.check_current(self.core)
+        if self.core.joining:
             raise RuntimeError("weight() cannot be used inside join(), which weights ranks itself")
-        weight = self.agree_weight(amount)
+        weight = agree_weight(self.core, amount)
         if sync_batch_norms(self.module):
             weight.check_equal()
-        self.set_weight(weight.value)
-
-    def agree_weight(self, amount: float) -> GradientWeight:
-        """Starts to sum all ranks' amounts. Collective. Raises as `weight`."""
-        self.check_free("weight() or join()")
-        on_cpu = takes_cpu_tensors(self.process_group)
-        group = self.sender.group() if on_cpu else cpu_group(self.process_group)
-        return GradientWeight(amount, group, self.sender.sums)
-
-    def set_joining(self, joining: bool) -> None:
-        """Leaves weights and buffers to `join()` while `joining` is True."""
-        self.joining = self.buffer_sync.joining = joining
-
-    def contribute_nothing(self, weight: GradientWeight) -> None:
-        """Joins the other ranks' next average with weight 0; keeps `.grad`. Raises as theirs."""
-        self.set_weight(weight.value)
-        self.mark_unused(range(len(self.parameters)))
-        self.launch_full_buckets()
-        self.await_hook()
-        if (error := self.finish(takes_part=False)) is not None:
-            raise error
+        self.core.set_weight(weight.value)
 
     # Virtual ranks ------------------------------------------------------------------------------
 
@@ -410,25 +414,40 @@ class Reducer(CoreReducer):
         `keep` it is collective: it returns how many virtual ranks of an aborted step are kept.
         """
         kept = self._with_virtual_ranks().set_step(step, seed, keep)
-        self.iteration, self.backward = step, None
-        self.rank = dist.get_rank(self.process_group)  # ranks may have been lost
-        for on_set_step in self.calls.on_set_step:
-            on_set_step()
+        self.core.set_step(step)
         return kept
+
+    # The end ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulates gradients locally inside; the next backward outside averages the sum.
+
+        Raises a RuntimeError if a later Reducer has replaced this one.
+        """
+        launch_order.check_current(self.core)
+        with self.core.no_sync():
+            yield
 
     def abort_step(self) -> None:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
-        super().abort_step()
-        if self._virtual_ranks is not None:
-            self.iteration: int = self._virtual_ranks.step
+        self.core.abort_step()
+
+    def add_extension(self, extension: Extension) -> None:
+        """Starts to call this extension, after those that are there."""
+        self.core.add_extension(extension)
+
+    def remove_extension(self, extension: Extension) -> None:
+        """Stops calling this extension."""
+        self.core.remove_extension(extension)
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
-        super().remove()
-        launch_order.remove(self)
+        self.core.remove()
+        launch_order.remove(self.core)
 
     def _with_virtual_ranks(self) -> VirtualRanks:
-        self.check_current()
+        launch_order.check_current(self.core)
         if self._virtual_ranks is None:
             raise RuntimeError("this Reducer has no virtual ranks: make it with virtual_ranks=V")
         return self._virtual_ranks

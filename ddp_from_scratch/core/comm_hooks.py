@@ -157,19 +157,26 @@ class Sender:
         self.sums = sums
         self._transport = transport
         self.sends: Callable[[], Group] = NoneType
+        self._owner = ""
         self.set_hook(average, process_group)
 
-    def set_hook(self, hook: CommHook, state: Any) -> None:
+    def set_hook(self, hook: CommHook, state: Any, owner: str = "") -> None:
         """Averages each bucket with `hook(state, bucket)` from now on."""
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook = hook
         self.state = state
+        self._owner = owner or self._owner
         # The last plan without a weight, and the group that it is for. Weak, as `sends`.
         self._plan: Averaging | None = None
         self._planned_for: Callable[[], Group] = NoneType
         one_collective = getattr(hook, "one_collective", False) is True
         self.concurrent: bool = hook is average or one_collective
+
+    def check_free(self, what: str) -> None:
+        """Raises a RuntimeError if an option needs the comm hook, which `what` would replace."""
+        if self._owner:
+            raise RuntimeError(f"{self._owner} has a sum of its own and cannot be used with {what}")
 
     def group(self) -> dist.ProcessGroup:
         """Returns the group that sends buckets. Collective if `transport` is."""

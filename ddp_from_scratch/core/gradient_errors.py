@@ -1,7 +1,10 @@
 """The errors for gradients that a Reducer cannot average: each names the parameter and the rank."""
 
+from collections.abc import Sequence
+
 import torch
 
+from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 
 
@@ -39,3 +42,25 @@ def check_gradient(gradient: torch.Tensor | None, bucket: Bucket, name: str, ran
             f"backward(create_graph=True) on rank {rank}: the gradient of parameter {name} cannot "
             f"keep its graph, since it is {bucket.keeps_no_graph}"
         )
+
+
+def check_bucket(bucket: Bucket, names: Sequence[str], rank: int) -> None:
+    """Raises a RuntimeError if the bucket cannot hold one of its gradients."""
+    for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
+        check_gradient(parameter.grad, bucket, names[index], rank)
+
+
+def no_gradient(names: Sequence[str], rank: int) -> RuntimeError:
+    """The error for parameters without a gradient in `average_gradients()`."""
+    return RuntimeError(
+        f"no gradient to average on rank {rank} for: {shortened(names)}. Every parameter needs "
+        f"one, unless the Reducer has find_unused_parameters=True"
+    )
+
+
+def compiled_autograd() -> RuntimeError:
+    """The error for a backward pass that torch has compiled."""
+    return RuntimeError(
+        "compiled autograd is not supported, because it cannot compile a Reducer's hooks: leave "
+        "torch._dynamo.config.compiled_autograd False; torch.compile(model) works"
+    )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.memory import dense_strides, grad_dtype, zeros
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
+from ddp_from_scratch.core.view_bucket import ViewBucket
 
 # As in torch's DDP. The first bucket is small, so that the first all-reduce starts early.
 FIRST_BUCKET_CAP_MB = 1.0
@@ -132,9 +133,16 @@ class Layout:
         self,
         plan: Sequence[tuple[int, ...]],
         kind: type[FlatBucket],
+        old: Sequence[ViewBucket],
         process_group: dist.ProcessGroup | None,
     ) -> tuple[list[FlatBucket], list[Bucket]]:
-        """Makes flat buckets of this kind, one behind the other in memory, and those apart."""
+        """Makes flat buckets of this kind, one behind the other in memory, and those apart.
+
+        They have the memory of the `old` ones, whose gradients move.
+        """
+        saved = dict[int, torch.Tensor]()
+        for bucket in old:
+            saved |= bucket.snapshot()
         flat = [members for members in plan if members[0] < self._in_flat]
         ends, buckets = dict.fromkeys(self._memory, 0), list[FlatBucket]()
         for index, members in enumerate(flat):
@@ -147,6 +155,9 @@ class Layout:
             name, is_last = f"bucket {index} of {self._owner}", index == len(flat) - 1
             label = f"ddp.bucket {index} ({shortened([self.names[m] for m in members], 3)})"
             buckets.append(kind(members, parameters, buffer, strides, index, is_last, name, label))
+        for new in buckets:
+            if isinstance(new, ViewBucket):
+                new.restore(saved)
         apart = []
         for index, (member,) in enumerate(plan[len(flat) :], len(flat)):
             name, parameter = self.names[member], self.parameters[member]

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
-from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.average import Average, BackwardPass
 from ddp_from_scratch.core.bucket import (
     Bucket,
@@ -29,14 +28,27 @@ from ddp_from_scratch.core.bucket import (
 )
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Calls, Extension
-from ddp_from_scratch.core.gradient_errors import check_gradient, second_gradient, taken_gradient
-from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
+from ddp_from_scratch.core.gradient_errors import (
+    check_bucket,
+    check_gradient,
+    compiled_autograd,
+    no_gradient,
+    second_gradient,
+    taken_gradient,
+)
+from ddp_from_scratch.core.hooks import (
+    EndOfPass,
+    Hooks,
+    current_pass,
+    hook_module,
+)
 from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.core.policies import LaunchOrder, Usage
 from ddp_from_scratch.core.view_bucket import ViewBucket
 
 Kind = TypeVar("Kind", bound=Extension)
 NO_SPAN = nullcontext()  # where no profiler runs
+_packs_early = attrgetter("packs_early")
 
 
 class CoreReducer:
@@ -49,19 +61,19 @@ class CoreReducer:
       by index, so all ranks issue the same collectives in the same order.
     - wait and unpack: at the end of backward, in order. Then every `.grad` is the average.
 
-    It averages the whole `.grad`, including what earlier passes accumulated under
-    `no_sync()`. A second pass through one graph adds to an average, and the sum is averaged again.
-    After the first pass the buckets are rebuilt in the order of rank 0's gradients.
+    It averages the whole `.grad`, with what earlier passes accumulated under `no_sync()`. A second
+    pass through one graph adds to an average, and the sum is averaged again. After the first pass
+    the buckets are rebuilt in the order of rank 0's gradients.
 
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
-        all_buckets, flat_buckets: in launch order; the second leaves out those that lie apart.
+        all_buckets: in launch order.
+        flat_buckets: those without the separate ones, such as of sparse gradients.
         backward: the backward pass under way; None without one.
         average: the average that this pass and the ones before it under `no_sync()` belong to.
+        joining: True inside `join()`, which sets the weights.
         by_hand: True while `average_now` averages, without a backward pass.
-        needs_each: True if autograd must call for each gradient: a pass may end before all of them.
-        drops_at_once: True if a step that is dropped does not wait for what is in flight.
-        view_buckets: the flat buckets, if `.grad` is a window of a bucket; else empty.
+        view_buckets: the flat ones if `.grad` is a window of a bucket; else empty.
         usage, order: the policies, if any (`policies.py`).
         step_bucket: steps the parameters of a bucket that has landed; see `step_in_backward`.
     """
@@ -97,17 +109,18 @@ class CoreReducer:
         self.device: torch.device = self.parameters[0].device
         self.caps: Sequence[int] = bucket_caps
         self.sync: bool = True
-        self.is_replaced: bool = False
+        self.joining: bool = False
         self.iteration: int = 0
         self.backward: BackwardPass | None = None
         self.average: Average = Average()
         self.ready_order: list[str] | None = None if ready_order is None else list(ready_order)
-        self.needs_each: bool = False
+        # True if autograd must call for each gradient: a pass may end before all of them.
+        self._needs_each = False
         self.by_hand: bool = False
-        self.drops_at_once = drops_at_once
+        self._drops_at_once = drops_at_once
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         # Held while buckets change: autograd has a thread for each device, and hooks run in all.
-        self.lock: threading.Lock = threading.Lock()
+        self._lock = threading.Lock()
         self._bucket_type: type[FlatBucket] = ViewBucket if views else FlatBucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()
@@ -160,11 +173,6 @@ class CoreReducer:
         return self.usage is not None and self.usage.may_be_unused
 
     @property
-    def has_views(self) -> bool:
-        """True if `.grad` is a window of its bucket."""
-        return self._bucket_type is ViewBucket
-
-    @property
     def keeps_layout(self) -> bool:
         """True if the buckets keep their first layout."""
         return self.usage is not None and self.usage.keeps_layout
@@ -177,14 +185,10 @@ class CoreReducer:
         # Before the order is known, a guess: last layer first.
         plan = self.layout.plan(self.ready_order or self.names[::-1], self.caps)
         if kind is not self._bucket_type or plan != [b.members for b in self.all_buckets]:
-            self._bucket_type, saved = kind, dict[int, torch.Tensor]()
-            for bucket in self.view_buckets:
-                saved |= bucket.snapshot()
-            flat, apart = self.layout.make(plan, kind, self.process_group)
+            self._bucket_type = kind
+            flat, apart = self.layout.make(plan, kind, self.view_buckets, self.process_group)
             self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
             self.view_buckets = tuple(b for b in flat if isinstance(b, ViewBucket))
-            for bucket in self.view_buckets:
-                bucket.restore(saved)
             self.bucket_of = {i: bucket for bucket in self.all_buckets for i in bucket.members}
         self.set_shared(self._shared)
         self._hook_parameters()
@@ -198,7 +202,7 @@ class CoreReducer:
     def _hook_parameters(self) -> None:
         """Chooses for which gradients autograd calls Python: see `Hooks.choose`. Idempotent."""
         if self.hooks is not None:
-            each = bool(self.calls.on_gradient) or self.needs_each or self.ready_order is None
+            each = bool(self.calls.on_gradient) or self._needs_each or self.ready_order is None
             self.hooks.choose(self, each)
 
     def _agree_on_order(self) -> None:
@@ -220,7 +224,7 @@ class CoreReducer:
         if gradient is not None:
             for on_gradient in self.calls.on_gradient:
                 on_gradient(index)
-        with self.lock:
+        with self._lock:
             self._count(index, gradient)
 
     @staticmethod
@@ -232,7 +236,7 @@ class CoreReducer:
         if parameter.grad is None:
             self.ready(me, index, parameter)
             return
-        with self.lock:
+        with self._lock:
             bucket = self.bucket_of[index]
             bucket.noted[index] = parameter
             # The list lives until the launch, so that Python does not wrap each `.grad` again.
@@ -253,12 +257,12 @@ class CoreReducer:
 
     def count_noted(self) -> None:
         """Counts the gradients that autograd has only noted in the buckets."""
-        with self.lock:
+        with self._lock:
             for bucket in self.all_buckets:
                 self.count_each(bucket)
 
     def count_each(self, bucket: Bucket) -> None:
-        """Counts the gradients that autograd has only noted in this bucket. Under `lock`."""
+        """Counts the gradients that autograd has only noted in this bucket. Under `_lock`."""
         for index in [*bucket.noted]:
             parameter = bucket.noted.pop(index)
             self._count(index, parameter.grad, noted=True)
@@ -307,17 +311,13 @@ class CoreReducer:
 
     def begin_pass(self) -> None:
         """Begins the pass that autograd is executing, and has autograd call at its end."""
-        # Only programs that compile have imported it.
         dynamo: Any = sys.modules.get("torch._dynamo.compiled_autograd")
         if dynamo and (dynamo.in_compiled_autograd_region or dynamo.compiled_autograd_enabled):
-            raise RuntimeError(
-                "compiled autograd is not supported, because it cannot compile a Reducer's hooks: "
-                "leave torch._dynamo.config.compiled_autograd False; torch.compile(model) works"
-            )
+            raise compiled_autograd()
         self.backward = BackwardPass(current_pass(), threading.get_ident())
         if not self.average.next_bucket:
             self.average.plan = None  # of a pass that failed; the group may be another one now
-        notices_errors = self.order is not None or any(b.packs_early for b in self.view_buckets)
+        notices_errors = self.order is not None or any(map(_packs_early, self.view_buckets))
         at_end = EndOfPass(self) if notices_errors else self.end_pass
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
         for on_begin in self.calls.on_begin:
@@ -328,7 +328,7 @@ class CoreReducer:
 
         Does nothing if the pass has begun, or does not average.
         """
-        with self.lock:
+        with self._lock:
             if self.sync and not self.is_in_pass():
                 self.begin_pass()
                 self.mark_unused(find_unused())
@@ -390,7 +390,7 @@ class CoreReducer:
                 try:
                     gone = bucket.pack(plan)
                 except RuntimeError:
-                    self._check_gradients(bucket)
+                    check_bucket(bucket, self.names, self.rank)
                     raise
                 if gone:
                     self.average.error = taken_gradient(self.names[min(gone)], self.rank)
@@ -402,14 +402,9 @@ class CoreReducer:
             for on_launched in self.calls.on_launched:
                 on_launched(bucket)
 
-    def _check_gradients(self, bucket: Bucket) -> None:
-        """Raises if the bucket cannot hold a gradient. Only passes that have failed pay for it."""
-        for index, parameter in zip(bucket.members, bucket.parameters(), strict=True):
-            check_gradient(parameter.grad, bucket, self.names[index], self.rank)
-
-    def set_hook(self, hook: CommHook, state: Any) -> None:
-        """Averages each bucket with `hook(state, bucket)` from now on."""
-        self.sender.set_hook(hook, state)
+    def set_hook(self, hook: CommHook, state: Any, owner: str = "") -> None:
+        """Averages each bucket with `hook(state, bucket)`; the option `owner` needs this hook."""
+        self.sender.set_hook(hook, state, owner)
         self.average.plan = None
 
     def set_weight(self, weight: Callable[[], float] | None) -> None:
@@ -458,7 +453,7 @@ class CoreReducer:
         if self.average.next_bucket < len(self.all_buckets):
             # A later pass may bring the others (a loss in parts); else the next forward raises.
             self.restore_grads()
-            self.needs_each = True
+            self._needs_each = True
             self._hook_parameters()
             return False
         return True
@@ -528,11 +523,7 @@ class CoreReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients locally inside; the next backward outside averages the sum.
-
-        Raises a RuntimeError if a later Reducer has replaced this one.
-        """
-        self.check_current()
+        """Accumulates gradients locally inside; the next backward outside averages the sum."""
         before = self.sync
         self.set_sync(False)
         try:
@@ -545,6 +536,10 @@ class CoreReducer:
         if sync != self.sync:
             self.count_noted()
             self.sync = sync
+
+    def set_joining(self, joining: bool) -> None:
+        """Sets `joining`."""
+        self.joining = joining
 
     def average_now(self) -> None:
         """Averages every `.grad` as it is, outside of backward. Collective."""
@@ -559,10 +554,7 @@ class CoreReducer:
         self.mark_unused(range(len(self.parameters)))
         if without and not self.may_be_unused:
             # Raised after the average, for which the other ranks wait.
-            self.average.error = RuntimeError(
-                f"no gradient to average on rank {self.rank} for: {shortened(without)}. Every "
-                f"parameter needs one, unless the Reducer has find_unused_parameters=True"
-            )
+            self.average.error = no_gradient(without, self.rank)
         self.by_hand = True
         try:
             if self.launch_rest() and (error := self.finish()) is not None:
@@ -583,7 +575,7 @@ class CoreReducer:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
         self.backward = None
         for bucket in self.all_buckets:
-            if not self.drops_at_once:  # it would write into the repeated step
+            if not self._drops_at_once:  # it would write into the repeated step
                 with suppress(RuntimeError):
                     bucket.wait()
             bucket.reset()
@@ -591,10 +583,16 @@ class CoreReducer:
         for on_abort in self.calls.on_abort:
             on_abort()
 
-    def replace(self) -> None:
-        """Removes this Reducer, since a later one averages its parameters."""
-        self.is_replaced = True
-        self.remove()
+    def set_iteration(self, iteration: int) -> None:
+        """Counts averages from here, as if this were the number of them so far."""
+        self.iteration = iteration
+
+    def set_step(self, step: int) -> None:
+        """Makes `step`, counted from 0, the next average, perhaps of other ranks."""
+        self.iteration, self.backward = step, None
+        self.rank = dist.get_rank(self.process_group)  # ranks may have been lost
+        for on_set_step in self.calls.on_set_step:
+            on_set_step()
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""
@@ -602,11 +600,3 @@ class CoreReducer:
             self.hooks.remove(self)
         for remove in self.calls.remove:
             remove()
-
-    def check_current(self) -> None:
-        """Raises a RuntimeError if a later Reducer has replaced this one."""
-        if self.is_replaced:
-            raise RuntimeError(
-                "another Reducer has been made for the same parameters and has replaced this one: "
-                "use the new one"
-            )

@@ -31,6 +31,7 @@ from ddp_from_scratch.optim.update_rules import (
     UpdateRule,
     check_state,
 )
+from ddp_from_scratch.options.launch_order import check_current
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import Mark
 
@@ -249,7 +250,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._reducer is None:
             kind = type(self).__name__
             raise RuntimeError(f"a copy of a ddp.{kind} has no Reducer: call backward() and step()")
-        self._reducer.check_current()
+        check_current(self._reducer.core)
         if max_norm is not None and not max_norm >= 0:
             raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
         self._arrange(max_norm)
@@ -312,7 +313,7 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @property
     def _buckets(self) -> Sequence[FlatBucket]:
-        return () if self._reducer is None else self._reducer.flat_buckets
+        return () if self._reducer is None else self._reducer.core.flat_buckets
 
     def _check_groups(self) -> None:
         if self.shard != "none" and any(None in self._groups_of(b) for b in self._buckets):
@@ -366,7 +367,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             return True
         group = self._reducer.process_group or dist.group.WORLD
         is_one = group is not None and group.size() == 1
-        return is_one and self._reducer.sender.hook is average
+        return is_one and self._reducer.core.sender.hook is average
 
     def _movable(self, bucket: FlatBucket) -> list[torch.nn.Parameter]:
         groups = zip(self._groups_that_move(bucket), bucket.parameters(), strict=True)
@@ -437,7 +438,7 @@ class _BackwardAndStep:
         self._averaged, self.norm = False, None if clip is None else torch.zeros((), device="cpu")
 
     def __call__(self) -> torch.Tensor:
-        with self._reducer.step_in_backward(self._step_landed):
+        with self._reducer.core.step_in_backward(self._step_landed):
             self._loss.backward()
         if not self._averaged:
             self._reducer.check_complete()
@@ -451,7 +452,7 @@ class _BackwardAndStep:
         optimizer, landed = self._optimizer, [bucket]
         self._averaged |= optimizer._is_alone  # `step` steps all parameters after backward
         if self._clip is not None:
-            if bucket is not self._reducer.all_buckets[-1]:
+            if bucket is not self._reducer.core.all_buckets[-1]:
                 return
             landed, self.norm = [*optimizer._runs], optimizer._clip(self._clip)
         for each in landed:

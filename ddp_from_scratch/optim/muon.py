@@ -94,7 +94,7 @@ class Muon(torch.optim.Optimizer):
         }
         self._reducer: Reducer | None = reducer  # None in a copy
         self._compared: Callable[[], Any] = NoneType  # returns the group that has one `ns_dtype`
-        self.ns_dtype: torch.dtype = ns_dtype or fastest_dtype(reducer.device)
+        self.ns_dtype: torch.dtype = ns_dtype or fastest_dtype(reducer.core.device)
         if self.ns_dtype not in DTYPES:
             raise ValueError(f"ns_dtype must be one of {DTYPES} or None, got {ns_dtype}")
         super().__init__(params, {})
@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
                     f"real parameters of any shape"
                 )
         if self._reducer is not None:
-            averaged = {id(parameter) for parameter in self._reducer.parameters}
+            averaged = {id(parameter) for parameter in self._reducer.core.parameters}
             for parameter in matrices:
                 if parameter.requires_grad and id(parameter) not in averaged:
                     raise ValueError(
@@ -199,10 +199,10 @@ class Muon(torch.optim.Optimizer):
     def _updates(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Returns the update of each matrix, computed by its owner. Collective."""
         ranks, rank, size = None, 0, 1
-        if self._reducer is not None and not self._reducer.joining:
-            ranks = self._reducer.sender.group()
+        if self._reducer is not None and not self._reducer.core.joining:
+            ranks = self._reducer.core.sender.group()
             rank, size = ranks.rank(), ranks.size()
-            self._compare_dtypes(ranks, self._reducer.device)
+            self._compare_dtypes(ranks, self._reducer.core.device)
         if not rows:
             return []
         owners = divide([cost(parameter.shape) for parameter, _, _ in rows], size)

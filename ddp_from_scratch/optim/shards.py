@@ -164,11 +164,13 @@ class Shards(NoShards):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return self._of.sender.group()  # not kept, as it would keep a closed group's threads alive
+        return (
+            self._of.core.sender.group()
+        )  # not kept, as it would keep a closed group's threads alive
 
     @property
     def _buckets(self) -> Sequence[FlatBucket]:
-        return self._of.flat_buckets
+        return self._of.core.flat_buckets
 
     def _ours(self) -> set[int]:
         return {id(parameter) for bucket in self._buckets for parameter in bucket.parameters()}
@@ -197,7 +199,7 @@ class Shards(NoShards):
     def mark_gradients(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Mark]:
         # Each rank steps a share, so a gradient that one rank has changed changes a part of the
         # step on all ranks, and their parameters stay equal.
-        drift = self._of.extension(DriftCheck)
+        drift = self._of.core.extension(DriftCheck)
         if drift is None or not drift.is_due:
             return {}
         rows = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -244,18 +246,18 @@ class Shards(NoShards):
     @contextmanager
     def averaging_with(self, hook: CommHook) -> Iterator[None]:
         """Uses a comm hook inside the context that may leave gradients local."""
-        sender = self._of.sender
+        sender = self._of.core.sender
         before, state = sender.hook, sender.state
         if self._of.tree_reduction is None and before is not average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        self._of.set_hook(hook, state)
+        self._of.core.set_hook(hook, state)
         try:
             yield
         finally:
-            self._of.set_hook(before, state)
+            self._of.core.set_hook(before, state)
 
     def check_step(self) -> None:
-        if self._of.joining:
+        if self._of.core.joining:
             raise RuntimeError("every rank must step its share, so join() cannot be used")
 
     def members(self, run: FlatParams) -> list[int]:
@@ -286,7 +288,7 @@ class NodeShards(Shards):
 
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
         super().__init__(name, reducer, rule, overlap)
-        reducer.check_free(name)
+        reducer.core.sender.check_free(name)
         group = traits(self._group).native
         if group is None:
             raise ValueError(
@@ -307,7 +309,7 @@ class NodeShards(Shards):
         return self._shared.empty(numel, like.dtype, for_all=True)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
-        if clips or self._of.sender.sums:  # `step` needs the averages, or sums
+        if clips or self._of.core.sender.sums:  # `step` needs the averages, or sums
             return nullcontext()
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
         return self.averaging_with(_keep_local)
@@ -357,7 +359,7 @@ class WorldShards(Shards):
         self._stepped: list[Sequence[Stretch]] = []
         self._to_compare: tuple[str, torch.Tensor] | None = None
         # On gloo, whose collectives of this kind send too much, or not while they receive.
-        self._by_messages = reducer.device.type == "cpu" and not self._is_native
+        self._by_messages = reducer.core.device.type == "cpu" and not self._is_native
         self._waits = self._make_waits() if overlap and self._size > 1 else None
 
     def _make_waits(self) -> ForwardWaits:
@@ -407,7 +409,7 @@ class WorldShards(Shards):
                 run.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
 
         # Not on a GPU, for which the host would have to wait.
-        on_cpu = self._of.device.type == "cpu"
+        on_cpu = self._of.core.device.type == "cpu"
         filled = [bucket for bucket in runs if on_cpu and self._flats[bucket].numel()]
         self._carrier = min(filled, key=lambda bucket: self._flats[bucket].nbytes, default=None)
 

@@ -49,7 +49,6 @@ class BufferSync(Check):
     ) -> None:
         self._module, self._process_group, self._ignore = module, process_group, ignore
         self.enabled: bool = False
-        self.joining = False  # inside `join()`
         self._layout: _Layout | None = None  # what all ranks have agreed on
         # In flight between `_launch` and `_finish`: messages, and the buffers to write them to.
         self._sent: list[tuple[_Message, torch.Tensor, dist.Work]] = []
@@ -75,7 +74,7 @@ class BufferSync(Check):
         # Not before forward as in torch's DDP, because one rank may run forward alone (an
         # evaluation). Training sees the same buffers either way.
         self._error = None
-        if not self.enabled or self.joining:
+        if not self.enabled or self._of().joining:
             return None
         if not self._layout and self._of().iteration % _COMPARE_EVERY == 0:
             self._layout = None

@@ -52,6 +52,7 @@ def look_for_layers(reducer: CoreReducer) -> None:
 # In the order of construction, which is the same on all ranks of a group. Not a list of weak
 # references: up to Python 3.11 the garbage collector may shorten it while it is copied.
 _made: "weakref.WeakValueDictionary[int, CoreReducer]" = weakref.WeakValueDictionary()
+_replaced: "weakref.WeakSet[CoreReducer]" = weakref.WeakSet()
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -106,7 +107,9 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
     new = set(map(id, reducer.parameters))
     for other in living():
         if _replaces(reducer.module, new, other):
-            other.replace()
+            other.remove()
+            remove(other)
+            _replaced.add(other)
     _made[id(reducer)] = reducer
     everyone = living()
     for each in everyone if len(everyone) > 1 else []:
@@ -114,6 +117,15 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
             each.add_extension(OneOrder())
         if not new.isdisjoint(map(id, each.parameters)):
             each.set_shared(shared_parameters(each))
+
+
+def check_current(reducer: CoreReducer) -> None:
+    """Raises a RuntimeError if a later Reducer has replaced this one."""
+    if reducer in _replaced:
+        raise RuntimeError(
+            "another Reducer has been made for the same parameters and has replaced this one: "
+            "use the new one"
+        )
 
 
 def remove(reducer: CoreReducer) -> None:

@@ -45,7 +45,7 @@ class ReducerStats:
             iteration=reducer.iteration,
             rebuilt=reducer.ready_order is not None,
             overlap=reducer.overlap,
-            gradient_as_bucket_view=reducer.has_views,
+            gradient_as_bucket_view=bool(reducer.view_buckets),
             find_unused_parameters=unused is not None and unused.varies,
             static_graph=unused is not None and unused.is_static,
             comm_hook=getattr(sender.hook, "__qualname__", str(sender.hook)),

@@ -5,9 +5,18 @@ import math
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common.group import of_member
+from ddp_from_scratch.common.group import cpu_group, of_member, takes_cpu_tensors
+from ddp_from_scratch.core.reducer import CoreReducer
 
 _MOST = 1e100  # float64 ends at 1e308, and squares are summed
+
+
+def agree_weight(reducer: CoreReducer, amount: float) -> "GradientWeight":
+    """Starts to sum all ranks' amounts. Collective. Raises as `Reducer.weight`."""
+    reducer.sender.check_free("weight() or join()")
+    on_cpu = takes_cpu_tensors(reducer.process_group)
+    group = reducer.sender.group() if on_cpu else cpu_group(reducer.process_group)
+    return GradientWeight(amount, group, reducer.sender.sums)
 
 
 class GradientWeight:

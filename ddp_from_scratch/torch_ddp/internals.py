@@ -10,6 +10,7 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
+from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.torch_ddp.forward_sync import ForwardSync
@@ -109,26 +110,32 @@ def cast_buffers(
 # Reducers ---------------------------------------------------------------------------------------
 
 
-class WrappedReducer(Reducer):
-    """A Reducer with the methods that pipelines and Lightning call on torch's.
-
-    Attributes:
-        last_error: the text of the error that `backward()` has raised last; None without one.
-    """
-
+class _Core(CoreReducer):
     last_error: str | None = None
 
     def end_pass(self) -> None:
-        """As the base class."""
+        """As the base class; keeps the text of the error."""
         try:
             super().end_pass()
         except RuntimeError as error:
             self.last_error = f"{type(error).__name__}: {error}"
             raise
 
+
+class WrappedReducer(Reducer):
+    """A Reducer with the methods that pipelines and Lightning call on torch's."""
+
+    core: _Core
+    _core_type = _Core
+
+    @property
+    def last_error(self) -> str | None:
+        """The text of the error that `backward()` has raised last; None without one."""
+        return self.core.last_error
+
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         # Torch's pipelines run all forward passes under no_sync(), and call this for the last.
-        if (forward_sync := self.extension(ForwardSync)) is not None:
+        if (forward_sync := self.core.extension(ForwardSync)) is not None:
             forward_sync.average_next()
         self.prepare_backward(outputs)
 
@@ -139,4 +146,4 @@ class WrappedReducer(Reducer):
 class CopiedReducer(WrappedReducer):
     """The Reducer of a copy, which one rank may make alone."""
 
-    meets = False  # Sharing memory is collective; the ranks meet when the copy first averages.
+    _meets = False  # Sharing memory is collective; the ranks meet when the copy first averages.

@@ -15,9 +15,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_from_scratch.common.group import cpu_group, gather_objects, on_gpu_of
 from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.checks import sync_batch_norms
+from ddp_from_scratch.options.launch_order import check_current
 from ddp_from_scratch.options.unused import Unused
-from ddp_from_scratch.options.weight import GradientWeight
+from ddp_from_scratch.options.weight import GradientWeight, agree_weight
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 
@@ -50,7 +52,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         scalers = kwargs.get("grad_scaler") or ()
         self._scalers = (scalers,) if isinstance(scalers, torch.amp.GradScaler) else [*scalers]
-        if self.reducer.sender.sums and not self.by_initial_world_size:
+        if self.reducer.core.sender.sums and not self.by_initial_world_size:
             raise ValueError(
                 "divide_by_initial_world_size=False divides by the number of ranks with data, and "
                 'reduce="sum" divides by nothing: leave it out'
@@ -61,7 +63,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     @property
     def join_device(self) -> torch.device:
         """The device of the tensors that ranks exchange through `Join`."""
-        return self.reducer.device
+        return self.reducer.core.device
 
     @property
     def join_process_group(self) -> Any:
@@ -75,13 +77,13 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         """
         if not self._join_config.enable:
             return
-        self.reducer.set_joining(True)
+        self.reducer.core.set_joining(True)
         # The order is that of `main_hook`. Otherwise ranks with and without data would deadlock.
         Join.notify_join_context(self)
         weight = self._begin_step(has_data=True)
-        self._averaged = self.reducer.will_average
+        self._averaged = will_average(self.reducer.core)
         if self._averaged:
-            self.reducer.set_weight(None if self.by_initial_world_size else weight.value)
+            self.reducer.core.set_weight(None if self.by_initial_world_size else weight.value)
 
     def on_forward(self) -> None:
         """Calls `notify` in training, not where a checkpoint recomputes a forward pass."""
@@ -94,8 +96,8 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         # 0 if all other ranks are under no_sync() or have frozen the module: no bucket is sent.
         self._averaged = nothing.total() != 0
         if self._averaged:
-            self.reducer.set_joining(True)
-            self.reducer.contribute_nothing(nothing)
+            self.reducer.core.set_joining(True)
+            _contribute_nothing(self.reducer.core, nothing)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends the context: no rank has data left."""
@@ -105,7 +107,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         # torch's `Join` does not announce its end. Without this, later forward passes would still
         # agree on ranks and weights, and overrule `Reducer.weight`.
         self._join_config = self._outside
-        reducer.set_joining(False)
+        reducer.core.set_joining(False)
         self._agree_on_scales(is_last_joiner)
 
     def _agree_on_scales(self, is_last_joiner: bool) -> None:
@@ -138,13 +140,13 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def _begin_step(self, has_data: bool) -> GradientWeight:
         """Agrees on the ranks that average in this step, and sends buffers. Collective."""
         reducer = self.reducer
-        if (unused := reducer.extension(Unused)) is not None and unused.skip:
+        if (unused := reducer.core.extension(Unused)) is not None and unused.skip:
             raise RuntimeError(
                 "skip_unused=True needs ranks that use the same parameters, and inside join() a "
                 "rank without data uses none: leave it out"
             )
         if sync_batch_norms(reducer.module):
-            with_data = reducer.agree_weight(float(has_data)).total()
+            with_data = agree_weight(reducer.core, float(has_data)).total()
             if with_data < dist.get_world_size(reducer.process_group):
                 raise RuntimeError(
                     "a rank has run out of data inside join(), and synchronised batch norm needs "
@@ -153,7 +155,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         if self._averaged and reducer.buffer_sync.will_send():
             reducer.buffer_sync.send(self._highest_rank(has_data))
         # Weight 0 under no_sync() tells ranks without data whether any rank averages in this step.
-        return reducer.agree_weight(float(has_data and reducer.will_average))
+        return agree_weight(reducer.core, float(has_data and will_average(reducer.core)))
 
     def _highest_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
@@ -161,6 +163,21 @@ class JoinableReducer(Joinable, JoinHook, Extension):
         highest = torch.tensor([group.rank() if candidate else -1], device="cpu")
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
+
+
+def will_average(reducer: CoreReducer) -> bool:
+    """True if backward passes average: not in `no_sync()`, nor while the module is frozen."""
+    return reducer.sync and any(parameter.requires_grad for parameter in reducer.parameters)
+
+
+def _contribute_nothing(reducer: CoreReducer, weight: GradientWeight) -> None:
+    """Joins the other ranks' next average with weight 0; keeps `.grad`. Raises as theirs."""
+    reducer.set_weight(weight.value)
+    reducer.mark_unused(range(len(reducer.parameters)))
+    reducer.launch_full_buckets()
+    reducer.await_hook()
+    if (error := reducer.finish(takes_part=False)) is not None:
+        raise error
 
 
 def _scales() -> list[tuple[float, int]]:
@@ -203,7 +220,7 @@ def join(
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """
-    reducer.check_current()
+    check_current(reducer.core)
     joinable = JoinableReducer(reducer)
     reducer.add_extension(joinable)
     options = {
@@ -211,10 +228,10 @@ def join(
         "grad_scaler": grad_scaler,
     }
     context = Join([joinable], enable, throw_on_early_termination, **options)
-    reducer.set_joining(enable)
+    reducer.core.set_joining(enable)
     try:
         with context:
             yield
     finally:
-        reducer.set_joining(False)
+        reducer.core.set_joining(False)
         reducer.remove_extension(joinable)

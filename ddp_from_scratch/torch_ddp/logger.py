@@ -49,13 +49,13 @@ class Logger:
         assert wrapper is not None, "a wrapper's logger ends with it"
         reducer, module = wrapper.reducer, wrapper.module
         stats = reducer.stats()
-        index_of = {name: index for index, name in enumerate(reducer.names)}
+        index_of = {name: index for index, name in enumerate(reducer.core.names)}
         sizes = ", ".join(map(str, stats.bucket_bytes))
         strings = {
             "module_name": type(module).__name__,
             "device_ids": ", ".join(map(str, wrapper.device_ids or ())),
             "backend_name": str(dist.get_backend(wrapper.process_group)),
-            "dtypes": ", ".join(sorted({_name(p.dtype) for p in reducer.parameters})),
+            "dtypes": ", ".join(sorted({_name(p.dtype) for p in reducer.core.parameters})),
             "bucket_sizes": sizes,
         }
         integers = {
@@ -82,7 +82,7 @@ class Logger:
             strings["rebuilt_bucket_sizes"] = sizes
             strings["rebuilt_per_bucket_param_indices"] = ", ".join(map(" ".join, buckets))
             strings["prev_iteration_grad_ready_order_indices"] = ", ".join(order)
-        if reducer.sender.hook is not average:
+        if reducer.core.sender.hook is not average:
             # torch's name of a built-in hook differs from the name of its function here.
             strings["comm_hook"] = self._comm_hook or stats.comm_hook
         if (error := self._error or reducer.last_error) is not None:

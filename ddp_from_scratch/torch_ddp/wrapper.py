@@ -17,6 +17,7 @@ from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import Caps
 from ddp_from_scratch.options import comm_hooks
+from ddp_from_scratch.options.launch_order import check_current
 from ddp_from_scratch.sync.broadcast import MESSAGE_BYTES, broadcast_parameters
 from ddp_from_scratch.torch_ddp import internals
 from ddp_from_scratch.torch_ddp.forward_sync import ForwardSync
@@ -277,7 +278,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         The next backward pass outside of it, after a forward pass outside, averages the sum.
         Raises a RuntimeError if a later wrapper or Reducer of the same module has replaced this.
         """
-        self.reducer.check_current()
+        check_current(self.reducer.core)
         before = self._forward_sync.required
         self._forward_sync.set_required(False)
         try:
@@ -300,7 +301,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         grad_scaler: torch.amp.GradScaler | Sequence[torch.amp.GradScaler] | None = None,
     ) -> AbstractContextManager[Any]:
         """Opens a context like `ddp.join`."""
-        self.reducer.check_current()
+        check_current(self.reducer.core)
         options = {
             "divide_by_initial_world_size": divide_by_initial_world_size,
             "grad_scaler": grad_scaler,
@@ -328,7 +329,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # Joinable's own __init__ sets it before `_joinable` exists.
         if "_joinable" in self.__dict__:
             self._joinable._join_config = value
-            self.reducer.set_joining(value.enable)
+            self.reducer.core.set_joining(value.enable)
 
     # Private in torch, but used by programs ------------------------------------------------------
 

@@ -61,7 +61,7 @@ class VirtualRanks(Extension):
         super().attach(reducer)
         self._process_group = reducer.process_group
         self._check()
-        reducer.set_hook(self.reduction.average, reducer.process_group)
+        reducer.set_hook(self.reduction.average, reducer.process_group, owner="virtual_ranks=V")
 
     def _check(self) -> None:
         self.range()
@@ -229,5 +229,6 @@ class VirtualRanks(Extension):
         self._put_back()
         if self._before is not None:
             self.step = self._before[1]
+        self._of().set_iteration(self.step)
         self._due, self._ahead, self.inside, self._before = [], [], None, None
         self._dealt = None

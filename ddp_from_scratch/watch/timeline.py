@@ -46,7 +46,7 @@ class Timeline(Recorder):
             self._on_rank_0(partial(_make, self.folder))
         self._hosts = gather_objects(f"{socket.gethostname()}/{this_machine()}", self._group)
         self._clocks = clock_offsets(self._hosts, self._group)
-        super().__init__(reducer.device)
+        super().__init__(reducer.core.device)
         self._steps: list[StepMarks] = []  # the last one is incomplete
         self._first = reducer.iteration + skip
         averaged = {name for bucket in reducer.buckets for name in bucket}
@@ -62,7 +62,7 @@ class Timeline(Recorder):
         if not self._open:
             return
         self.discard()
-        with gpu.current(self._reducer.device):
+        with gpu.current(self._reducer.core.device):
             self.record = self._gathered()
         if self.record is not None and self.folder is not None:
             self.has_picture = bool(self._on_rank_0(partial(write, self.record, self.folder)))

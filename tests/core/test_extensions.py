@@ -33,13 +33,15 @@ def test_each_phase_is_called_in_its_place_until_the_extension_is_removed(world)
     assert called == [("attach", 2)]
     called.clear()
     in_pass = []
-    model.p0.register_hook(lambda _: in_pass.append(reducer.is_in_pass()))  # p1's is ready before
+    model.p0.register_hook(
+        lambda _: in_pass.append(reducer.core.is_in_pass())
+    )  # p1's is ready before
     step(model, world)
-    assert (in_pass, reducer.is_in_pass()) == ([True], False)
+    assert (in_pass, reducer.core.is_in_pass()) == ([True], False)
     ready = ["on_gradient", "on_launch", "on_packed"] * 2
     assert called == ["on_forward", *ready, "on_unpacked", "on_unpacked", "on_average"]
     called.clear()
-    (notes,) = [e for e in reducer.extensions if isinstance(e, Notes)]
+    (notes,) = [e for e in reducer.core.extensions if isinstance(e, Notes)]
     reducer.remove_extension(notes)
     step(model, world)
     assert called == []

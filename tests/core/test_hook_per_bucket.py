@@ -90,7 +90,7 @@ def test_python_is_called_once_for_each_bucket_and_for_the_first_gradient(world)
         assert count.call_count == 2 * LAYERS
         count.reset_mock()
         once(model, 1, world.rank)
-    first = reducer.names.index(reducer.ready_order[0])
+    first = reducer.core.names.index(reducer.ready_order[0])
     assert [call.args[1] for call in count.mock_calls] == [first]
     assert "a hook per bucket" in repr(reducer)
 
@@ -164,10 +164,10 @@ def test_what_is_noted_is_forgotten_by_an_abort_and_counts_before_no_sync(world)
     model, reducer = learnt(world)
     noted_alone(model, world)
     reducer.abort_step()
-    assert sorted(reducer.missing()) == sorted(reducer.names)
+    assert sorted(reducer.core.missing()) == sorted(reducer.core.names)
     noted_alone(model, world)
     with reducer.no_sync():
-        found = set(reducer.names) - set(reducer.missing())
+        found = set(reducer.core.names) - set(reducer.core.missing())
     assert found == {"layers.2.weight", "layers.2.bias"}
 
 
@@ -177,12 +177,12 @@ def test_hooks_keep_their_place_among_those_of_the_program(world):
     reducer = ddp.Reducer(model)
     once(model, 0, world.rank)
     last = model.get_parameter(reducer.ready_order[-1])
-    last.register_post_accumulate_grad_hook(lambda _: seen.append(reducer.average.next_bucket))
-    reducer.caps = [1, 2**20]
-    reducer.lay_out()
+    last.register_post_accumulate_grad_hook(lambda _: seen.append(reducer.core.average.next_bucket))
+    reducer.core.caps = [1, 2**20]
+    reducer.core.lay_out()
     once(model, 1, world.rank)
     # Registered later, called later: every bucket has been launched.
-    assert seen == [len(reducer.all_buckets)]
+    assert seen == [len(reducer.core.all_buckets)]
 
 
 @on("gloo-2")

@@ -28,13 +28,13 @@ def test_buckets_are_launched_before_backward_ends_only_with_overlap(world, opti
         seen = []
         model.p0.register_post_accumulate_grad_hook(lambda _: seen.append(list(sent)))
         reducer = Reducer(model, bucket_cap_mb=0, **options)
-        buckets = reducer.flat_buckets
+        buckets = reducer.core.flat_buckets
         for _ in range(2):
             sent.clear()
             model(own(world), use).backward()
             assert sent[:4] == [4, 3, 2, 1]
     assert seen == [early] * 2
-    assert reducer.flat_buckets == buckets  # in the order that was guessed: no gradient moves
+    assert reducer.core.flat_buckets == buckets  # in the order that was guessed: no gradient moves
 
 
 RANK_0_USES, OTHERS_USE = (1, 3, 0, 2), (0, 1, 2, 3)
@@ -82,13 +82,13 @@ def test_gradients_move_into_their_buckets(world, cap):
         reducer.keep_bucket_views()
         assert (reducer.buckets, grads_at(model)) == (names, before)
         for _ in range(2):
-            buckets = reducer.flat_buckets
+            buckets = reducer.core.flat_buckets
             reducer.keep_bucket_views()
-            assert reducer.flat_buckets == buckets
+            assert reducer.core.flat_buckets == buckets
             model.zero_grad()
             model(own(world)).backward()
             assert_grads(model, mean(world))
-        for bucket in reducer.flat_buckets:
+        for bucket in reducer.core.flat_buckets:
             for p, view in zip(bucket.parameters(), bucket.views, strict=True):
                 assert same_memory(p.grad, view)
 

@@ -205,7 +205,7 @@ def train(world, name):  # noqa: C901
     if simulated:
         found = trace.faults(), trace.unexpected_waits(), trace.stalls(begin)
         found += (trace.host_waits(waited),)
-    assert name not in FREE or len(reducer.flat_buckets) > 2
+    assert name not in FREE or len(reducer.core.flat_buckets) > 2
     reducer.remove()
     return [p.detach().cpu().tolist() for p in module.parameters()], found
 

@@ -209,7 +209,7 @@ def test_one_call_per_bucket(options, rule, widths):
     with patch.object(rule, "update_flat", autospec=True, side_effect=rule.update_flat) as update:
         pair.train(1)
     sizes = [[parameter.numel() for parameter in call.args[1][0]] for call in update.mock_calls]
-    buckets = pair.reducer.flat_buckets
+    buckets = pair.reducer.core.flat_buckets
     assert 1 < len(buckets) < len(list(pair.ours.parameters()))
     assert len(sizes) == len(buckets)
     if widths[0] == 16:
@@ -362,7 +362,7 @@ def test_buckets_are_stepped_while_others_are_under_way(world):
     original = FlatParams.update
 
     def record(*arguments: Any) -> None:
-        in_flight.append(sum(b.state is not BucketState.FILLING for b in reducer.flat_buckets))
+        in_flight.append(sum(b.state is not BucketState.FILLING for b in reducer.core.flat_buckets))
         original(*arguments)
 
     with patch.object(FlatParams, "update", record):

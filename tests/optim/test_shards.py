@@ -789,7 +789,9 @@ def test_forward_waits_for_the_parameters_that_it_reads(world):
                     assert model.layers(model.table(tokens)).sum().backward() is None
             optimizer.backward_and_step(called(tokens).square().mean() * (1 + world.rank))
             arriving = len(getattr(optimizer._shards, "_arriving", ()))
-            assert arriving == options.get("overlap_forward", False) * len(reducer.flat_buckets)
+            assert arriving == options.get("overlap_forward", False) * len(
+                reducer.core.flat_buckets
+            )
         saved = [tensor.clone() for tensor in model.state_dict().values()]
         optimizer.synchronize()
         assert all(map(torch.equal, model.state_dict().values(), saved))
@@ -905,7 +907,7 @@ def test_a_change_of_the_module_is_still_noticed(world):
         reducer = ddp.Reducer(model)
         if change == "before":
             model[0].register_parameter("more", nn.Parameter(torch.ones(1)))
-        parameters = reducer.parameters
+        parameters = reducer.core.parameters
         ddp.SGD(parameters, lr=0.1, reducer=reducer, shard="world", overlap_forward=True)
         if change == "after":
             model[0].register_parameter("more", nn.Parameter(torch.ones(1)))

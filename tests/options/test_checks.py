@@ -196,7 +196,7 @@ def test_a_parameter_that_gets_another_name_remains_the_same(world, name, option
                 assert present in dict(net.named_parameters())
     torch.testing.assert_close([*model.parameters()], [*own.parameters()])
     # The Reducer keeps the names of its construction.
-    assert sorted(reducer.names) == ["bias", "weight"]
+    assert sorted(reducer.core.names) == ["bias", "weight"]
 
 
 # Lent -------------------------------------------------------------------------------------------
@@ -253,9 +253,7 @@ def test_ranks_may_differ_in_the_first_average_if_the_program_says_so(world):
     assert climb(world, check_first_average=world.rank == 0) == 0.25 - 0.375  # one rank is enough
     with pytest.raises(RuntimeError, match="average 2: "):
         climb(world, check_first_average=False, check_every=2)
-    assert ddp.DistributedDataParallel(
-        nn.Linear(1, 1), check_first_average=False
-    ).reducer.will_average
+    assert ddp.DistributedDataParallel(nn.Linear(1, 1), check_first_average=False).reducer.sync
 
 
 @on("gloo-2")

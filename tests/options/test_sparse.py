@@ -50,7 +50,7 @@ def test_flat_buckets_come_first_and_hooks_see_no_others(world):
     assert reducer.buckets[0] == ("b.weight",)
     assert sorted(reducer.buckets[1:]) == [("a.weight",), ("c.weight",)]
     assert seen == [(0, True)] * 2
-    assert [bucket.parameters() for bucket in reducer.flat_buckets] == [[model["b"].weight]]
+    assert [bucket.parameters() for bucket in reducer.core.flat_buckets] == [[model["b"].weight]]
 
 
 @on("gloo-2")
