@@ -124,14 +124,11 @@ class ElasticAgent(Agent):
         self._living.add(member)
         self._start(member)
 
-    def _look(self) -> int | None:  # noqa: C901
+    def _look(self) -> int | None:
         """Returns the exit code once all running processes have exited with 0 or the job ends."""
         self._note_pause()
         self._pass_on()
-        if self.peers is not None:
-            self.peers.exchange()
-            while self.peers.signals:
-                self._remember(self.peers.signals.pop(0))
+        self._exchange()
         if self._ended_by:
             return self._ended()
         codes = {member: self._children[member].poll() for member in sorted(self._living)}
@@ -152,15 +149,27 @@ class ElasticAgent(Agent):
         self._note_arrivals()
         if not self._received:
             self._regroup()
-            if self.peers is not None:
-                # Known only after the job has begun.
-                able = [self._said[member].most_ranks for member in self._with_state()]
-                # Some may have been lost since their exit codes were read.
-                running = len(self._living - self.peers.lost)
-                for machine in self.peers.admit(min(able, default=0), running):
-                    self._start_another(machine)
+            self._admit()
         self._pause = 0.02 if self._generation.steps else _MEETING_S
         return None
+
+    def _exchange(self) -> None:
+        """Exchanges messages with the other machines, and takes the signals that they received."""
+        if self.peers is not None:
+            self.peers.exchange()
+            while self.peers.signals:
+                self._remember(self.peers.signals.pop(0))
+
+    def _admit(self) -> None:
+        """Starts the processes of machines that may join now."""
+        if self.peers is None:
+            return
+        # Known only after the job has begun.
+        able = [self._said[member].most_ranks for member in self._with_state()]
+        # Some may have been lost since their exit codes were read.
+        running = len(self._living - self.peers.lost)
+        for machine in self.peers.admit(min(able, default=0), running):
+            self._start_another(machine)
 
     def _lose(self, member: int, code: int) -> int | None:  # noqa: C901
         """Replaces a failed process. Returns the exit code if the job ends, else None."""
@@ -253,7 +262,7 @@ class NodeAgent(Agent):
     _done = 0  # orders obeyed so far
     _cut_off = False
 
-    def _look(self) -> int | None:  # noqa: C901
+    def _look(self) -> int | None:
         """Obeys machine 0 until it ends the job; returns the exit code."""
         link = self.peers
         self._note_pause()
@@ -281,14 +290,18 @@ class NodeAgent(Agent):
             if orders is None:
                 say("a newer command replaced this machine's: its ranks were stopped")
                 return 1
-            for kind, member, argument in orders[self._done :]:
-                self._done += 1
-                if kind == "start":
-                    self._start(member)
-                elif self._children[member].poll() is None:
-                    self._children[member].send_signal(argument)
+            self._obey(orders[self._done :])
         self._kill_stopped()
         return None
+
+    def _obey(self, orders: Sequence[Any]) -> None:
+        """Starts processes or sends them signals, as machine 0 says."""
+        for kind, member, argument in orders:
+            self._done += 1
+            if kind == "start":
+                self._start(member)
+            elif self._children[member].poll() is None:
+                self._children[member].send_signal(argument)
 
     def _report(self) -> None:
         codes = {member: child.poll() for member, child in self._children.items()}

@@ -92,7 +92,7 @@ def write_to_terminal() -> None:
                 os.close(terminal)
 
 
-def run_to_exit(main: Callable[[], int]) -> NoReturn:  # noqa: C901
+def run_to_exit(main: Callable[[], int]) -> NoReturn:
     """Calls `main` and exits with the code that it returns.
 
     ====================  ====  ================================================================
@@ -121,18 +121,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:  # noqa: C901
     except SystemExit as end:  # argparse's --help
         code = end.code if isinstance(end.code, int) else 1
     except Exception as error:  # noqa: BLE001  # whatever it is, it ends this process
-        rank = _place()[0]
-        if is_communication_error(error):
-            # The failed peer reports the error, and its launcher stops this process meanwhile. If
-            # all ranks notice at once (a timeout), the lowest rank reports first.
-            time.sleep(2.0 + 0.2 * min(rank, 10))
-            first = next(iter(str(error).splitlines()), type(error).__name__)
-            text = f"error: rank {rank} lost the other ranks: {first}"
-        elif _is_of_backend(error):
-            text = f"error: rank {rank}: {_printable(_cause(str(error)))}"
-        else:
-            lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
-            text = "".join(f"[rank {rank}] {line}" for line in lines).rstrip("\n")
+        text = _report_of(error)
     if text:
         colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         say(f"\033[31m{text}\033[0m" if colour else text)
@@ -143,6 +132,21 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:  # noqa: C901
     if environment.launcher() != "none" and "mpi4py" not in sys.modules:
         _end()
     sys.exit(0)
+
+
+def _report_of(error: Exception) -> str:
+    """Returns what is printed of an error that ends this rank, once this rank is to print it."""
+    rank = _place()[0]
+    if is_communication_error(error):
+        # The failed peer reports the error, and its launcher stops this process meanwhile. If all
+        # ranks notice at once (a timeout), the lowest rank reports first.
+        time.sleep(2.0 + 0.2 * min(rank, 10))
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"error: rank {rank} lost the other ranks: {first}"
+    if _is_of_backend(error):
+        return f"error: rank {rank}: {_printable(_cause(str(error)))}"
+    lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)
+    return "".join(f"[rank {rank}] {line}" for line in lines).rstrip("\n")
 
 
 def _end() -> NoReturn:

@@ -34,7 +34,7 @@ MAX_RESTARTS = 50_000
 _PRELOAD = ("ddp_from_scratch.world.world", "ddp_from_scratch.reducer", OPTIMIZERS)
 
 
-def start_ranks(  # noqa: C901
+def start_ranks(
     command: Sequence[str] | Callable[[], Any],
     counts: Sequence[int],
     node_rank: int = 0,
@@ -92,20 +92,7 @@ def start_ranks(  # noqa: C901
         UsageError: the machines do not meet; a value is out of range; the function cannot be sent;
             or this is not the main thread.
     """
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            f"start_ranks must be called in the main thread, the only one that may handle the "
-            f"signals that stop ranks, got {threading.current_thread().name}"
-        )
-    if min(counts, default=0) < 1:
-        raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
-    if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
-        raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
-    if stdin is not None and (max_restarts is not None or not 0 <= stdin < sum(counts)):
-        raise UsageError(
-            f"stdin must be a rank, 0 to {sum(counts) - 1}, of a job without max_restarts, "
-            f"got {stdin}"
-        )
+    _check_job(counts, max_restarts, stdin)
     peers: Nodes | Link | None = None
     output: Output | None = None
     with ExitStack() as stack:
@@ -167,6 +154,24 @@ def start_ranks(  # noqa: C901
             store=JobStore(store),
             output=output,
         ).run()
+
+
+def _check_job(counts: Sequence[int], max_restarts: int | None, stdin: int | None) -> None:
+    """Raises a UsageError if this thread, or with these arguments any, cannot start ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"start_ranks must be called in the main thread, the only one that may handle the "
+            f"signals that stop ranks, got {threading.current_thread().name}"
+        )
+    if min(counts, default=0) < 1:
+        raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
+    if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
+        raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
+    if stdin is not None and (max_restarts is not None or not 0 <= stdin < sum(counts)):
+        raise UsageError(
+            f"stdin must be a rank, 0 to {sum(counts) - 1}, of a job without max_restarts, "
+            f"got {stdin}"
+        )
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:

@@ -248,47 +248,35 @@ class Settings:
     )
     quiet: bool = _kept("print only the result", False)
 
-    def __post_init__(self) -> None:  # noqa: C901
+    def __post_init__(self) -> None:
         _check(self)
-        # Not the fields' defaults, which would be one for all optimizers.
-        for name, default in OPTIMIZERS[self.optimizer].items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
+        self._set_defaults()
         if self.momentum is not None and "momentum" not in OPTIMIZERS[self.optimizer]:
             raise UsageError(f"--momentum is for sgd and muon, not {self.optimizer}: leave it out")
-        if self.elastic and self.optimizer == "muon" and self.precision == "fp16":
-            raise UsageError(
-                "--elastic cannot repeat the loss scaling of --precision fp16 with --optimizer "
-                "muon: use bf16"
-            )
-        if self.shard != "none":
-            self._check_shard()
-        if self.sync_batch_norm and (self.elastic or self.virtual_ranks is not None):
-            name = "--elastic" if self.elastic else "--virtual-ranks"
-            raise UsageError(f"--sync-batch-norm cannot be used with {name}: leave one of them out")
-        if self.virtual_ranks is not None and self.compress is not None:
-            raise UsageError("--compress cannot be used with --virtual-ranks: leave it out")
+        if self.powersgd_rank is not None and self.compress != "powersgd":
+            raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
+        if self.resume == "auto" and self.checkpoint_dir is None:
+            raise UsageError("--resume auto needs --checkpoint-dir, which is not given")
         if not self.shared_memory and self.backend != "gloo":
             raise UsageError(
                 f"--no-shared-memory is for gloo, and the backend is {self.backend}: leave it out"
             )
-        if self.compress == "powersgd":
-            # Not the field's default, which would also apply without PowerSGD; checkpoints have it.
-            object.__setattr__(self, "powersgd_rank", self.powersgd_rank or POWERSGD_RANK)
-        elif self.powersgd_rank is not None:
-            raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
-        if not self.elastic and self.max_restarts is not None:
+        if self.elastic:
+            self._check_elastic()
+        elif self.max_restarts is not None:
             raise UsageError("--max-restarts is for --elastic, which is not given")
-        if self.elastic and self.backend != "gloo":
-            raise UsageError(
-                f"--elastic is for gloo, and the backend is {self.backend}: leave one of them out"
-            )
-        # The recordings of a lost rank are lost with it.
-        for name in ("timeline", "stragglers"):
-            if self.elastic and getattr(self, name) is not None:
-                raise UsageError(f"{option_of(name)} cannot be used with --elastic: leave one out")
-        if self.resume == "auto" and self.checkpoint_dir is None:
-            raise UsageError("--resume auto needs --checkpoint-dir, which is not given")
+        if self.virtual_ranks is not None:
+            self._check_virtual_ranks()
+        if self.shard != "none":
+            self._check_shard()
+
+    def _set_defaults(self) -> None:
+        """Sets what depends on other settings; as a field's default it would be there always."""
+        for name, default in OPTIMIZERS[self.optimizer].items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        if self.compress == "powersgd" and self.powersgd_rank is None:
+            object.__setattr__(self, "powersgd_rank", POWERSGD_RANK)
 
     def parts(self, world_size: int) -> int:
         """Returns the parts of a batch: virtual ranks, or ranks. Each has its own backward pass."""
@@ -306,6 +294,33 @@ class Settings:
                 f"--accumulate {self.accumulate} = {parts}, got {self.global_batch_size}"
             )
         return self.global_batch_size // parts
+
+    def _check_elastic(self) -> None:
+        if self.backend != "gloo":
+            raise UsageError(
+                f"--elastic is for gloo, and the backend is {self.backend}: leave one of them out"
+            )
+        if self.optimizer == "muon" and self.precision == "fp16":
+            raise UsageError(
+                "--elastic cannot repeat the loss scaling of --precision fp16 with --optimizer "
+                "muon: use bf16"
+            )
+        if self.sync_batch_norm:
+            raise UsageError(
+                "--sync-batch-norm cannot be used with --elastic: leave one of them out"
+            )
+        # The recordings of a lost rank are lost with it.
+        for name in ("timeline", "stragglers"):
+            if getattr(self, name) is not None:
+                raise UsageError(f"{option_of(name)} cannot be used with --elastic: leave one out")
+
+    def _check_virtual_ranks(self) -> None:
+        if self.sync_batch_norm:
+            raise UsageError(
+                "--sync-batch-norm cannot be used with --virtual-ranks: leave one of them out"
+            )
+        if self.compress is not None:
+            raise UsageError("--compress cannot be used with --virtual-ranks: leave it out")
 
     def _check_shard(self) -> None:
         alone = {"--elastic": self.elastic, "--optimizer muon": self.optimizer == "muon"}

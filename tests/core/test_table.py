@@ -282,6 +282,9 @@ PROGRAMS = {
     "error: a rank without a gradient waits for buffers": program(
         *(*STEP, SOME_USE_BOTH, Backward()), buffers=True, sync_buffers=True, divided=True
     ),
+    "error: a rank without a gradient steps at once": program(
+        *(*STEP, SOME_USE_BOTH, BackwardAndStep(1.0)), flat=True, divided=True
+    ),
     # That all ranks raise the same error, and train on with a new Reducer.
     "error: written in forward": program(*STEP, writes="own"),
     "error: a parameter forgotten": program(*STEP, all_use(0), Backward(), ALL),

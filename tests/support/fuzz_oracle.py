@@ -152,8 +152,11 @@ class Oracle:
                 if divides and case.hook and self._players[0].graphs:
                     return self._everyone(LOCAL)
                 expected = self._backward(number, Backward())
-                if expected is None or expected.must:
-                    return expected
+                if expected is None:
+                    return None
+                if expected.must:
+                    # A rank that others wait for in vain lacks a gradient, and does not step.
+                    return replace(expected, must=self._incomplete() | expected.must)
                 if not any(self._counted) and op.max_norm is not None:
                     for player in self._players:
                         player.clip(op.max_norm)

@@ -89,6 +89,7 @@ def test_options_reach_their_settings():
     assert (options.nproc, options.node_rank) == ("8,2", 1)
     assert (options.master_addr, options.master_port) == ("h", 1)
     assert parse(["--check-sync"])[0] == Settings(check_sync=0)
+    assert parse(["--compress", "powersgd"])[0].powersgd_rank == 2
 
     arguments = "test --checkpoint x.pt --dataset fake --batch-size 5 --precision bf16 --quiet"
     settings, options = parse(arguments.split())
