@@ -19,13 +19,7 @@ import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.core.average import Average, BackwardPass
-from ddp_from_scratch.core.bucket import (
-    Bucket,
-    BucketState,
-    CommHook,
-    FlatBucket,
-    gradient_of,
-)
+from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, FlatBucket, gradient_of
 from ddp_from_scratch.core.comm_hooks import Sender
 from ddp_from_scratch.core.extension import Calls, Extension
 from ddp_from_scratch.core.gradient_errors import (
@@ -36,12 +30,7 @@ from ddp_from_scratch.core.gradient_errors import (
     second_gradient,
     taken_gradient,
 )
-from ddp_from_scratch.core.hooks import (
-    EndOfPass,
-    Hooks,
-    current_pass,
-    hook_module,
-)
+from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
 from ddp_from_scratch.core.layout import Layout
 from ddp_from_scratch.core.policies import LaunchOrder, Usage
 from ddp_from_scratch.core.view_bucket import ViewBucket
