@@ -106,7 +106,6 @@ class NoShards:
     def begin_step(self, max_norm: float | None) -> None:
         """Waits until all parameters are those after the last step. Collective."""
         self._max_norm = max_norm
-        self.synchronize()
 
     def mark_gradients(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Mark]:
         """Returns what the next average must compare of the gradients, by parameter."""
@@ -473,6 +472,7 @@ class WorldShards(Shards):
     def begin_step(self, max_norm: float | None) -> None:
         self._stepped.clear()  # of a step that has raised
         super().begin_step(max_norm)
+        self.synchronize()
         self._compare()
 
     def synchronize(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
