@@ -224,7 +224,8 @@ def _foreach_sgd(columns: Columns, age: int, group: Group) -> None:
     held: list[Any] = [*momentum[0]] if momentum and age else [None] * len(parameters)
     sgd(parameters, gradients, held, foreach=True, fused=False, **_sgd_settings(group))
     if momentum and age == 0:
-        torch._foreach_copy_(momentum[0], held)
+        for buffer, first in zip(momentum[0], held, strict=True):
+            buffer.copy_(first)
 
 
 def _cut_at_lines(columns: Columns) -> tuple[Columns, Columns]:
