@@ -179,6 +179,6 @@ def test_files_are_short_and_folders_are_few():
 @on("gloo-2")
 def test_a_step_takes_as_few_calls_as_it_did(world):
     """Four layers in four buckets. The backend's calls have a budget in its own room."""
-    for called, most in zip(trace(), (230, 67, 232), strict=True):
+    for called, most in zip(trace(), (230, 67, 144), strict=True):
         above = {place: n for place, n in called.items() if not place[0].startswith("backend/")}
         assert sum(above.values()) <= most, above

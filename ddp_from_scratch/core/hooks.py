@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import chain
-from operator import setitem
+from operator import itemgetter, setitem
 from typing import Any
 
 import torch
@@ -153,7 +153,7 @@ def _tell_of_end(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
 def _stepped(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the Reducers that have a parameter of this optimizer."""
     # No Python call for each parameter: every step of every optimizer comes here.
-    groups = [group["params"] for group in optimizer.param_groups]
+    groups = [*map(itemgetter("params"), optimizer.param_groups)]
     return [
         reducer
         for reducer in [*_living.values()]

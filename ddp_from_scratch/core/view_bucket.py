@@ -47,7 +47,7 @@ class ViewBucket(FlatBucket):
             return
         if index in self._packed:
             view.add_(gradient, alpha=scale)
-        elif same_memory(gradient, view):
+        elif gradient.data_ptr() == self._addresses[position] and same_memory(gradient, view):
             _multiply(view, scale)  # autograd has accumulated in place
         elif scale == 1:
             view.copy_(gradient)
@@ -72,15 +72,15 @@ class ViewBucket(FlatBucket):
         if self.state is not BucketState.FILLING:
             raise self._again()
         self.op = plan.op
-        gone = self._pack_rest(plan.scale)
+        gone: Collection[int] = ()
+        if len(self._packed) < len(self.members):  # else each was packed when it was ready
+            gone = self._pack_rest(plan.scale)
         if plan.sends_zeros:
             self.flat.zero_()  # scaling by 0 would keep NaN
         return gone
 
     def _pack_rest(self, scale: float) -> Collection[int]:
         """Packs what `pack_one` has not packed."""
-        if len(self._packed) == len(self.members):
-            return ()  # each was packed when it was ready
         gradients = [*map(gradient_of, self._parameters)]
         if not (self._packed or self.unused or self.shared) and self._are_new(gradients):
             self._copy_scaled(self.views, gradients, scale)
@@ -132,12 +132,16 @@ class ViewBucket(FlatBucket):
 
     def unpack(self, used: Collection[int] | None = None) -> None:
         if self.state is BucketState.LANDED:
-            # In most passes `pack` has lent all windows already.
-            there = all(map(is_, map(gradient_of, self._parameters), self._lent))
-            there = there and [*map(torch.Tensor.data_ptr, self._lent)] == self._addresses
-            for position, (index, parameter, _) in enumerate(() if there else self._rows):
-                if used is None or index in used:
-                    parameter.grad = self._lend(position)
+            # In most passes `pack` has lent all windows already, or all can be lent.
+            can_lend = [*map(torch.Tensor.data_ptr, self._lent)] == self._addresses
+            there = can_lend and all(map(is_, map(gradient_of, self._parameters), self._lent))
+            if used is None and can_lend and not there:
+                for parameter, lent in zip(self._parameters, self._lent, strict=True):
+                    parameter.grad = lent
+            elif not there:
+                for position, (index, parameter, _) in enumerate(self._rows):
+                    if used is None or index in used:
+                        parameter.grad = self._lend(position)
         self.reset()
 
     def reset(self) -> None:

@@ -22,7 +22,8 @@ from torch.autograd.graph import increment_version
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
-from ddp_from_scratch.optim.shards import SHARDS, NoShards, squares_of_gradients, total
+from ddp_from_scratch.optim.shards import SHARDS, NoShards
+from ddp_from_scratch.optim.squares import squares_of_gradients, total
 from ddp_from_scratch.optim.unflattened import Unflattened
 from ddp_from_scratch.optim.update_rules import (
     ADAM_RULE,
@@ -263,7 +264,7 @@ class FlatOptimizer(torch.optim.Optimizer):
                 self.step(backward)
         return backward.norm
 
-    def _drop_gradients(self, buckets: Iterable[FlatBucket]) -> None:
+    def _drop_gradients(self, buckets: Iterable[Bucket]) -> None:
         """Drops the gradients that `shard` does not keep after `backward_and_step`."""
         # A local gradient would be taken for an average. And a Reducer that rebuilds its buckets
         # would move it while other ranks still read it.
@@ -330,7 +331,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if self._reducer is not None and was_alone and not self._is_alone:
             self._reducer.keep_bucket_views()
         buckets = () if self._is_alone else self._buckets
-        groups = [[id(p) for p in group["params"]] for group in self.param_groups]
+        groups = [[*map(id, group["params"])] for group in self.param_groups]
         if (buckets, groups) == self._arranged_for:
             return
         self._check_groups()
@@ -404,17 +405,19 @@ class FlatOptimizer(torch.optim.Optimizer):
     # 2. step each run ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _step_bucket(self, bucket: FlatBucket) -> None:
-        for run in self._runs[bucket]:
-            group = self.param_groups[run.group]
+    def _step_bucket(self, bucket: Bucket) -> None:
+        for run in self._runs.get(bucket, ()) if isinstance(bucket, FlatBucket) else ():
+            group, parameters = self.param_groups[run.group], run.parameters
             members = self._shards.members(run)
             stretches = run.gather(members, self.state, group)
             self._shards.step(run, stretches, group)
-            run.count(stretches)
-            # Autograd counts writes to a parameter, but not those through other tensors.
-            increment_version([run.parameters[index] for index in members])
-            if len(members) < len(run.parameters):
+            if "step" in run.state:
+                run.count(stretches)
+            if len(members) < len(parameters):
                 self._step_out_of_place(run, members, group)
+                parameters = [parameters[index] for index in members]
+            # Autograd counts writes to a parameter, but not those through other tensors.
+            increment_version(parameters)
 
     # 3. the others ------------------------------------------------------------------------------
 
@@ -435,12 +438,15 @@ class _BackwardAndStep:
         self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, clip: float | None
     ) -> None:
         self._loss, self._optimizer, self._reducer, self._clip = loss, optimizer, reducer, clip
-        self._averaged, self.norm = False, None if clip is None else torch.zeros((), device="cpu")
+        self.norm = None if clip is None else torch.zeros((), device="cpu")
 
     def __call__(self) -> torch.Tensor:
-        with self._reducer.core.step_in_backward(self._step_landed):
+        optimizer, iteration = self._optimizer, self._reducer.iteration
+        at_once = self._clip is None and optimizer.shard == "none"
+        step_bucket = optimizer._step_bucket if at_once else self._step_landed
+        with self._reducer.core.step_in_backward(step_bucket):
             self._loss.backward()
-        if not self._averaged:
+        if self._reducer.iteration == iteration:
             self._reducer.check_complete()
             raise RuntimeError(
                 "nothing was averaged, so nothing was stepped: backward_and_step() is inside "
@@ -450,14 +456,12 @@ class _BackwardAndStep:
 
     def _step_landed(self, bucket: Bucket) -> None:
         optimizer, landed = self._optimizer, [bucket]
-        self._averaged |= optimizer._is_alone  # `step` steps all parameters after backward
         if self._clip is not None:
             if bucket is not self._reducer.core.all_buckets[-1]:
                 return
             landed, self.norm = [*optimizer._runs], optimizer._clip(self._clip)
         for each in landed:
             if isinstance(each, FlatBucket) and each in optimizer._runs:
-                self._averaged = True
                 optimizer._step_bucket(each)
                 optimizer._drop_gradients([each])
 

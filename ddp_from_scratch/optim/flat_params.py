@@ -20,17 +20,20 @@ momentum                          |<----------->|
 
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, repeat
+from operator import is_
 from typing import Any, TypeAlias
 
 import torch
 
 from ddp_from_scratch.common.memory import grad_dtype
-from ddp_from_scratch.core.bucket import FlatBucket
+from ddp_from_scratch.core.bucket import FlatBucket, gradient_of
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule, check_state
 
 # Neighbours of one age in a run: the members `first` to `last - 1`, and their age (`UpdateRule`).
 Stretch: TypeAlias = tuple[int, int, int]
+
+_address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
 
 
 class FlatParams:
@@ -73,18 +76,20 @@ class FlatParams:
         self._own_gradient = 0, self.gradient  # where its part of the gradient begins, and the part
         # State by key: a flat tensor, and a window for each member. Allocated when needed.
         self.state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
+        # The state of the step under way, which `gather` sets: all, and without "step".
+        self._all_names: tuple[str, ...] = ()
+        self._names: tuple[str, ...] = ()
         # Columns of a step of all members, by the names of their state.
         self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
         # The parameters stay the same objects, which the module and other optimizers hold.
         for parameter, place in zip(self.parameters, self.places, strict=True):
             place.copy_(parameter)
             parameter.data = place
-        # `in_place` checks every parameter in every step, so addresses are cached.
-        columns = self.parameters, self.places, self.gradients
-        self._rows = [
-            (parameter, place.data_ptr(), gradient.data_ptr(), gradient.stride())
-            for parameter, place, gradient in zip(*columns, strict=True)
-        ]
+        # `in_place` checks every parameter in every step, so these are cached.
+        self._everyone = [*range(len(self.parameters))]
+        self._places_at = [*map(_address, self.places)]
+        self._gradients_at = [*map(_address, self.gradients)]
+        self._strides = [*map(_strides, self.gradients)]
 
     def _round_up(self, element: int) -> int:
         return -(-element // self._line) * self._line
@@ -135,11 +140,25 @@ class FlatParams:
 
     def in_place(self) -> list[int]:
         """Returns the members whose parameter and gradient are in their windows."""
+        parameters = self.parameters
+        gradients = [*map(gradient_of, parameters)]
+        # No Python call for each parameter: in most steps, all are in place.
+        if (
+            not any(map(is_, gradients, repeat(None)))
+            and [*map(_address, parameters)] == self._places_at
+            and [*map(_address, gradients)] == self._gradients_at
+            and [*map(_strides, parameters)] == self._strides
+            and [*map(_strides, gradients)] == self._strides
+            and not (self.flat.is_complex() and any(map(torch.is_conj, gradients)))
+        ):
+            return self._everyone
+        at = self._places_at, self._gradients_at, self._strides
+        rows = zip(parameters, gradients, *at, strict=True)
         return [
             index
-            for index, (parameter, at, gradient_at, strides) in enumerate(self._rows)
-            if (gradient := parameter.grad) is not None
-            and parameter.data_ptr() == at
+            for index, (parameter, gradient, place_at, gradient_at, strides) in enumerate(rows)
+            if gradient is not None
+            and parameter.data_ptr() == place_at
             and gradient.data_ptr() == gradient_at
             and parameter.stride() == strides
             and gradient.stride() == strides
@@ -154,6 +173,9 @@ class FlatParams:
     ) -> list[Stretch]:
         """Moves these members' state into flat tensors, and groups neighbours of one age."""
         names = self._rule.state_names(group)
+        if names != self._all_names:
+            self._all_names = names
+            self._names = tuple(name for name in names if name != "step")
         ages = [1] * len(self.parameters)
         for name in names:
             if name not in self.state:
@@ -217,7 +239,7 @@ class FlatParams:
 
         None means the elements that this rank steps.
         """
-        names = tuple(name for name in self._rule.state_names(group) if name != "step")
+        names = self._names
         if begin is None or gradient is None:
             begin, gradient = self._own_gradient
         for first, last, age in stretches:
@@ -258,9 +280,8 @@ class FlatParams:
         return columns
 
     def count(self, stretches: Sequence[Stretch]) -> None:
-        if "step" in self.state:
-            for first, last, _ in stretches:
-                self.state["step"][0][first:last].add_(1)
+        for first, last, _ in stretches:
+            self.state["step"][0][first:last].add_(1)
 
 
 def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common.group import gather_objects, wait
+from ddp_from_scratch.optim.flat_params import overlapping
+from ddp_from_scratch.optim.unflattened import Unflattened
 from ddp_from_scratch.optim.update_rules import ADAM_RULE, check_state
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import setting_text
@@ -71,6 +73,10 @@ class Muon(torch.optim.Optimizer):
     Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
     torch/optim/_muon.py.
     """
+
+    # The parameters that AdamW steps, and the groups that they were collected from. Not copied.
+    _others: Sequence[Unflattened] = ()
+    _arranged_for: Any = None
 
     def __init__(
         self,
@@ -176,13 +182,13 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        rows = [
+        matrices = [
             (parameter, parameter.grad, group)
             for group in self.param_groups
+            if group["use_muon"]
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        matrices = [row for row in rows if row[2]["use_muon"]]
         updates = self._updates(matrices)
         # Nothing has changed so far: an elastic run repeats a step in which a rank was lost.
         for (parameter, gradient, group), update in zip(matrices, updates, strict=True):
@@ -191,10 +197,22 @@ class Muon(torch.optim.Optimizer):
             parameter.mul_(1 - rate * group["weight_decay"])
             factor = scale(group["adjust_lr_fn"], *parameter.shape)
             parameter.add_(update, alpha=-rate * factor)
-        for parameter, gradient, group in rows:
-            if not group["use_muon"]:
-                ADAM_RULE.step(parameter, gradient, self.state[parameter], group)
+        self._arrange_others()
+        for others in self._others:
+            others.step(self.state, self.param_groups[others.group])
         return loss
+
+    def _arrange_others(self) -> None:
+        """Collects the parameters that AdamW steps, if groups have changed. Idempotent."""
+        groups = [[*map(id, group["params"])] for group in self.param_groups]
+        if groups != self._arranged_for:
+            shared = overlapping([p for group in self.param_groups for p in group["params"]])
+            self._others = [
+                Unflattened(group["params"], index, ADAM_RULE, shared)
+                for index, group in enumerate(self.param_groups)
+                if not group["use_muon"]
+            ]
+            self._arranged_for = groups
 
     def _updates(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """Returns the update of each matrix, computed by its owner. Collective."""
@@ -205,6 +223,11 @@ class Muon(torch.optim.Optimizer):
             self._compare_dtypes(ranks, self._reducer.core.device)
         if not rows:
             return []
+        if size == 1:
+            # Before the first update: a gradient that is refused leaves all as it was.
+            buffers = [self._buffer(parameter, gradient) for parameter, gradient, _ in rows]
+            pairs = zip(buffers, rows, strict=True)
+            return [self._update(buffer, gradient, group) for buffer, (_, gradient, group) in pairs]
         owners = divide([cost(parameter.shape) for parameter, _, _ in rows], size)
         # Behind its results each rank sends a checksum of its settings, in the same message.
         text, device = self._settings_text(), rows[0][0].device
@@ -224,16 +247,15 @@ class Muon(torch.optim.Optimizer):
             if owner == rank:
                 update.copy_(self._update(buffer, gradient, group))
             updates.append(update)
-        if size > 1:
-            ends = [next(each) for each in parts]
-            ends[rank].copy_(end)
-            works = [
-                dist.broadcast(message, group=ranks, group_src=owner, async_op=True)
-                for owner, message in enumerate(messages)
-            ]
-            for work in works:
-                wait(work)
-            self._compare_settings(text, torch.stack(ends).view(torch.int64).flatten())
+        ends = [next(each) for each in parts]
+        ends[rank].copy_(end)
+        works = [
+            dist.broadcast(message, group=ranks, group_src=owner, async_op=True)
+            for owner, message in enumerate(messages)
+        ]
+        for work in works:
+            wait(work)
+        self._compare_settings(text, torch.stack(ends).view(torch.int64).flatten())
         return updates
 
     def _buffer(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

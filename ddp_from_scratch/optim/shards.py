@@ -34,23 +34,12 @@ from ddp_from_scratch.common.group import (
     wait,
     wait_all,
 )
-from ddp_from_scratch.common.memory import (
-    as_real,
-    dense_strides,
-    grad_dtype,
-    in_huge_pages,
-    same_memory,
-    zeros,
-)
+from ddp_from_scratch.common.memory import as_real, grad_dtype, in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import CommHook, FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average, comm_hook
-from ddp_from_scratch.optim.flat_params import (
-    FlatParams,
-    Stretch,
-    can_move,
-    overlapping,
-)
+from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
+from ddp_from_scratch.optim.squares import BLOCK, padded_zeros, squares_of_blocks, total
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
 from ddp_from_scratch.options.checks import Checks
 from ddp_from_scratch.options.comm_hooks import Later
@@ -63,10 +52,6 @@ from ddp_from_scratch.sync.checksums import checksums, kind_of
 Runs: TypeAlias = Sequence[FlatParams]
 Allocate: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
 States: TypeAlias = Mapping[torch.Tensor, dict[str, Any]]
-
-# Elements. Shares are multiples of it, and the norm of gradients is summed block by block. So the
-# norm has the same bits for any number of ranks.
-BLOCK = 1024
 
 # Bytes of a bucket.
 _WORTH_A_MESSAGE = 2**21
@@ -106,7 +91,6 @@ class NoShards:
     def begin_step(self, max_norm: float | None) -> None:
         """Waits until all parameters are those after the last step. Collective."""
         self._max_norm = max_norm
-        self.synchronize()
 
     def mark_gradients(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Mark]:
         """Returns what the next average must compare of the gradients, by parameter."""
@@ -133,10 +117,10 @@ class NoShards:
     def _squares(self, runs: Runs) -> torch.Tensor:
         """Returns the sum of squares of each block of a bucket; 0 where another rank has it."""
         numel = sum(run.flat.numel() for run in runs)
-        padded = runs[0].flat.new_zeros(-(-numel // BLOCK) * BLOCK)
+        padded = padded_zeros(numel, runs[0].flat)
         for run, begin in _placed(runs):
             run.copy_gradients(self.members(run), padded[begin : begin + run.flat.numel()])
-        return _squares_of_blocks(padded)
+        return squares_of_blocks(padded)
 
 
 class Shards(NoShards):
@@ -475,6 +459,7 @@ class WorldShards(Shards):
     def begin_step(self, max_norm: float | None) -> None:
         self._stepped.clear()  # of a step that has raised
         super().begin_step(max_norm)
+        self.synchronize()
         self._compare()
 
     def synchronize(self, parameters: Iterable[torch.Tensor] | None = None) -> None:
@@ -567,34 +552,6 @@ class WorldShards(Shards):
         # Each block is one rank's, and 0 on the others, so the order of the sum does not matter.
         wait(dist.all_reduce(sums, group=self._group, async_op=True))
         return sums.sum()
-
-
-def squares_of_gradients(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of squares of each block of gradients, laid out as parameters in a run."""
-    first = parameters[0]
-    line = CACHE_LINE // first.itemsize
-    lines = (-(-parameter.numel() // line) * line for parameter in parameters)
-    *begins, numel = accumulate(lines, initial=0)
-    padded = first.new_zeros(-(-numel // BLOCK) * BLOCK)
-    for parameter, begin in zip(parameters, begins, strict=True):
-        if parameter.grad is not None:
-            window = padded.as_strided(parameter.shape, dense_strides(parameter), begin)
-            window.copy_(parameter.grad)
-    return _squares_of_blocks(padded)
-
-
-def _squares_of_blocks(padded: torch.Tensor) -> torch.Tensor:
-    rows = padded.view(-1, BLOCK)
-    if rows.is_complex():
-        rows = torch.view_as_real(rows).flatten(1)
-    return rows.double().square().sum(1)
-
-
-def total(squares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of the blocks of all buckets."""
-    if not squares:
-        return torch.zeros((), dtype=torch.float64, device="cpu")
-    return torch.cat([*squares]).sum()
 
 
 @comm_hook(one_collective=True)

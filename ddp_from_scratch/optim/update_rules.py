@@ -109,6 +109,11 @@ class SGDRule(UpdateRule):
         if first.is_cuda and first.is_floating_point():
             _fused_sgd(columns, age, group)
         elif has_exact_kernel(first.dtype, first.device.type):
+            line = CACHE_LINE // first.itemsize
+            # In most steps nothing is left over. No Python call for each part.
+            if not any(map(line.__rmod__, map(torch.Tensor.numel, columns[0]))):
+                _fused_sgd(columns, age, group)
+                return
             whole, rest = _cut_at_lines(columns)
             if whole[0]:
                 _fused_sgd(whole, age, group)
@@ -198,8 +203,18 @@ def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
     parameters, gradients, *momentum = columns
     buffers = momentum[0] if momentum else []
     first = bool(momentum) and age == 0  # a GPU's kernel warns of the flag without momentum
-    settings = _sgd_settings(group)
-    torch._fused_sgd_(parameters, gradients, buffers, **settings, is_first_step=first)
+    torch._fused_sgd_(
+        parameters,
+        gradients,
+        buffers,
+        lr=float(group["lr"]),
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        weight_decay=float(group["weight_decay"]),
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        is_first_step=first,
+    )
 
 
 def _foreach_sgd(columns: Columns, age: int, group: Group) -> None:
@@ -209,7 +224,8 @@ def _foreach_sgd(columns: Columns, age: int, group: Group) -> None:
     held: list[Any] = [*momentum[0]] if momentum and age else [None] * len(parameters)
     sgd(parameters, gradients, held, foreach=True, fused=False, **_sgd_settings(group))
     if momentum and age == 0:
-        torch._foreach_copy_(momentum[0], held)
+        for buffer, first in zip(momentum[0], held, strict=True):
+            buffer.copy_(first)
 
 
 def _cut_at_lines(columns: Columns) -> tuple[Columns, Columns]:
@@ -219,8 +235,6 @@ def _cut_at_lines(columns: Columns) -> tuple[Columns, Columns]:
     """
     line = CACHE_LINE // columns[0][0].itemsize
     whole, rest = [[] for _ in columns], [[] for _ in columns]  # type: tuple[Any, Any]
-    if not any(part.numel() % line for part in columns[0]):
-        return columns, rest
     for row in zip(*columns, strict=True):
         numel = row[0].numel()
         over = numel % line

@@ -6,9 +6,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
+from ddp_from_scratch.optim import muon
 from ddp_from_scratch.optim.flat_params import FlatParams
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.shards import NodeShards, WorldShards
+from ddp_from_scratch.optim.update_rules import AdamRule
 
 SHARDS = ["none", "node", "world"]
 KINDS = {"SGD": {"lr": 0.1, "momentum": 0.9}, "AdamW": {"lr": 0.1}}
@@ -117,6 +119,30 @@ def test_a_comm_hook_moves_parameters_and_without_it_they_stay(alone, kind, shar
     assert places[0] != places[1] == places[2]
     ours, theirs = optimizer.state_dict()["state"], its.state_dict()["state"]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_muon_sends_nothing_and_steps_the_rest_in_one_call(alone, monkeypatch):
+    monkeypatch.setattr(muon, "divide", never)
+    monkeypatch.setattr(AdamRule, "step", never)
+    model, reference = layers(), layers()
+    ours, theirs = (
+        [
+            [p for p in each.parameters() if (p.ndim == 2) == is_matrix]
+            for is_matrix in (True, False)
+        ]
+        for each in (model, reference)
+    )
+    groups = [{"params": ours[0], "lr": 0.02}, {"params": ours[1], "lr": 0.1, "use_muon": False}]
+    reducer = ddp.Reducer(model)
+    optimizer = ddp.Muon(groups, reducer=reducer, ns_dtype=torch.bfloat16)
+    train(model, optimizer, range(3))
+    its = torch.optim.Muon(theirs[0], lr=0.02), torch.optim.AdamW(theirs[1], lr=0.1, fused=True)
+    for number in range(3):
+        reference.zero_grad()
+        loss(reference, number).backward()
+        for each in its:
+            each.step()
+    assert equal(model, reference)
 
 
 @each_shard
