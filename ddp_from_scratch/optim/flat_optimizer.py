@@ -366,7 +366,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         """True if the gradients of one rank are their own averages: also in a copy."""
         if self._reducer is None:
             return True
-        group = self._reducer.process_group or dist.group.WORLD
+        group = self._reducer.core.process_group or dist.group.WORLD
         is_one = group is not None and group.size() == 1
         return is_one and self._reducer.core.sender.hook is average
 
@@ -441,12 +441,12 @@ class _BackwardAndStep:
         self.norm = None if clip is None else torch.zeros((), device="cpu")
 
     def __call__(self) -> torch.Tensor:
-        optimizer, iteration = self._optimizer, self._reducer.iteration
+        optimizer, iteration = self._optimizer, self._reducer.core.iteration
         at_once = self._clip is None and optimizer.shard == "none"
         step_bucket = optimizer._step_bucket if at_once else self._step_landed
         with self._reducer.core.step_in_backward(step_bucket):
             self._loss.backward()
-        if self._reducer.iteration == iteration:
+        if self._reducer.core.iteration == iteration:
             self._reducer.check_complete()
             raise RuntimeError(
                 "nothing was averaged, so nothing was stepped: backward_and_step() is inside "

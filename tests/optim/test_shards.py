@@ -487,7 +487,7 @@ def scaled(model, reducer, optimizer):
 
     def step_with(step, loss):
         before = model.first.weight.detach().clone()
-        overflows = step == 2 and reducer.rank == 1
+        overflows = step == 2 and reducer.core.rank == 1
         scaler.scale(loss * (float("inf") if overflows else 1.0)).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(dense, 0.3)
