@@ -1,4 +1,4 @@
-"""The Reducer with its options, each an extension of `core/reducer.py` in its own file."""
+"""The Reducer with its options, each an observer of `core/reducer.py` in its own file."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,9 +11,9 @@ from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.comm_hooks import Sender, average
-from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import Caps, Layout, bucket_caps
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.core.view_bucket import ViewBucket
 from ddp_from_scratch.node import gloo_alone, shared_memory_group
@@ -42,7 +42,7 @@ from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 class Reducer:
     """All-reduces the gradients of a module in buckets, without wrapping the module.
 
-    `CoreReducer` describes and does a step. This class turns options into its extensions.
+    `CoreReducer` describes and does a step. This class turns options into its observers.
 
     Args:
         module: the gradients of its parameters are averaged. All ranks must hold the same model.
@@ -92,10 +92,10 @@ class Reducer:
         local_steps: optimizers may step on gradients that are not averaged, as in local SGD.
             Otherwise the first such step warns, and with `check_every` each raises
             (`options/local_steps.py`).
-        extensions: your own (`core/extension.py`), called after those of the options.
+        observers: your own (`core/observer.py`), called after those of the options.
 
     Attributes:
-        core: what extensions are attached to: its parameters, buckets and phases.
+        core: what observers are attached to: its parameters, buckets and phases.
         buffer_sync: sends the module's buffers.
         tree_reduction: the sum over virtual ranks; None without them.
 
@@ -135,7 +135,7 @@ class Reducer:
         check_finite: bool = False,
         check_first_average: bool = True,
         local_steps: bool = False,
-        extensions: Iterable[Extension] = (),
+        observers: Iterable[Observer] = (),
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
@@ -167,7 +167,7 @@ class Reducer:
 
         device = next(iter(parameters.values())).device
 
-        def options() -> Iterator[Extension]:
+        def options() -> Iterator[Observer]:
             # In call order: layout first, comparisons last. An option that is off costs nothing.
             yield self._checks
             if not local_steps:
@@ -190,7 +190,7 @@ class Reducer:
                 yield FusedWgrad()
             if check_finite:
                 yield FiniteCheck()
-            yield from extensions
+            yield from observers
 
         if virtual_ranks is not None and ready_order is None:
             # The first layout is final, even if an average fails on some ranks.
@@ -213,7 +213,7 @@ class Reducer:
             ready_order=ready_order,
             # Ranks may be lost, and partial sums have memory of their own.
             drops_at_once=virtual_ranks is not None,
-            extensions=options(),
+            observers=options(),
         )
         launch_order.look_for_layers(self.core)
         launch_order.add(self.core, memory_of)
@@ -304,9 +304,9 @@ class Reducer:
         has reentrant checkpoints.
         """
         launch_order.check_current(self.core)
-        unused = self.core.extension(Unused)
+        unused = self.core.observer(Unused)
         if unused is None:
-            self.core.add_extension(Unused(find_unused=False, static=True, skip=False))
+            self.core.add_observer(Unused(find_unused=False, static=True, skip=False))
         else:
             unused.set_static()
 
@@ -314,19 +314,19 @@ class Reducer:
         """Sets `sync_buffers`. Every rank must call it."""
         launch_order.check_current(self.core)
         self.buffer_sync.enable(enabled)
-        if enabled and self.buffer_sync not in self.core.extensions:
-            self.core.add_extension(self.buffer_sync, first=True)
+        if enabled and self.buffer_sync not in self.core.observers:
+            self.core.add_observer(self.buffer_sync, first=True)
 
     def watch_stragglers(
         self, every: int, tell: Callable[[StragglerReport], None] | None = None
     ) -> None:
         """Sets `straggler_every`, on every rank. `tell` gets reports; None prints on rank 0."""
         watch = StragglerWatch(every, self.core.device, self.process_group, tell)
-        self.core.add_extension(watch)
+        self.core.add_observer(watch)
 
     def prepare_backward(self, outputs: object) -> None:
         """Searches the graph of these tensors, where backward will begin, for unused parameters."""
-        if (unused := self.core.extension(Unused)) is not None:
+        if (unused := self.core.observer(Unused)) is not None:
             unused.prepare(outputs)
 
     def check_forward(self) -> None:
@@ -433,13 +433,13 @@ class Reducer:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
         self.core.abort_step()
 
-    def add_extension(self, extension: Extension) -> None:
-        """Starts to call this extension, after those that are there."""
-        self.core.add_extension(extension)
+    def add_observer(self, observer: Observer) -> None:
+        """Starts to call this observer, after those that are there."""
+        self.core.add_observer(observer)
 
-    def remove_extension(self, extension: Extension) -> None:
-        """Stops calling this extension."""
-        self.core.remove_extension(extension)
+    def remove_observer(self, observer: Observer) -> None:
+        """Stops calling this observer."""
+        self.core.remove_observer(observer)
 
     def remove(self) -> None:
         """Removes every hook from the module, whose gradients then stay local. Idempotent."""

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "ddp_from_scratch"
@@ -38,11 +38,11 @@ _ENTRIES: list[tuple[tuple[str, ...], str]] = [
 ENTRIES = {names[0]: names for names, _ in _ENTRIES}
 ENTRY_OF = {name: entry for entry, names in ENTRIES.items() for name in names}
 # Of an exported class, the pages of the reference have the methods that these name. The others are
-# for the rest of the package, and for extensions.
+# for the rest of the package, and for observers.
 _GUIDES = "".join(
     path.read_text()
     for path in [ROOT / "docs/reference.md", *sorted((ROOT / "docs/how-to").glob("*.md"))]
-    if path.name != "extensions.md"
+    if path.name != "observers.md"
 )
 _EXCERPT = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):\n((?:(?: .*)?\n)+)", re.MULTILINE)
@@ -103,7 +103,7 @@ def _of(thing: Any, name: str, level: str, shown: set[type]) -> list[str]:
     parts = [_signature(thing.__init__, name), _docstring(thing)]
     bases = [base for base in thing.__mro__ if base.__module__.startswith(PACKAGE.name)]
     for base in bases:
-        if base not in shown | {thing, Extension}:
+        if base not in shown | {thing, Observer}:
             parts += [f"From its base `{base.__name__}`:", _docstring(base)]
         for member, value in vars(base).items() if base not in shown else ():
             function = value.fget if isinstance(value, property) else inspect.unwrap(value)

@@ -24,7 +24,7 @@ CODE = ("ddp_from_scratch", "tutorial", "examples", "benchmarks", "tools")
 HOW_TO = (
     *("start", "torch-ddp", "from-horovod", "checkpoints", "uneven-data", "models", "buckets"),
     *("optimizers", "comm-hooks", "find-faults", "timeline", "gpu", "mpi", "shared-memory"),
-    *("slurm", "clusters", "elastic", "same-bits", "extensions"),
+    *("slurm", "clusters", "elastic", "same-bits", "observers"),
 )
 CHAPTERS = [
     f"tutorial/{path.parent.name}/README.md"

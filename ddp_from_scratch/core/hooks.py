@@ -27,7 +27,7 @@ class Hooks:
     """The hooks of one Reducer, which is held weakly.
 
     They call `reducer.ready` with a weak reference, an index and the parameter when the `.grad` of
-    that parameter is complete (or `last_ready`, see `choose`), and its extensions around an
+    that parameter is complete (or `last_ready`, see `choose`), and its observers around an
     optimizer's step. `nodes` are the autograd nodes that accumulate the gradients. `handles` are
     those of the parameters, and then those of the module, which the Reducer adds.
     """
@@ -176,7 +176,7 @@ def nothing() -> tuple[Any, ...]:
 
 
 class ModuleHook:
-    """Calls a Reducer's extensions before a forward pass. A copy of the module has no such hook."""
+    """Calls a Reducer's observers before a forward pass. A copy of the module has no such hook."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -192,7 +192,7 @@ class ModuleHook:
 
 
 class ModuleEndHook(ModuleHook):
-    """Calls a Reducer's extensions after a forward pass."""
+    """Calls a Reducer's observers after a forward pass."""
 
     def __call__(self, module: torch.nn.Module, inputs: object, outputs: object = None) -> None:
         if not torch.compiler.is_compiling():
@@ -217,7 +217,7 @@ class _HookTable(OrderedDict[int, Any]):
 
 
 def hook_module(module: torch.nn.Module, reducer: Any) -> list[Handle]:
-    """Calls a Reducer's extensions around each forward pass of its module, from now on."""
+    """Calls a Reducer's observers around each forward pass of its module, from now on."""
     for name in ("_forward_pre_hooks", "_forward_hooks"):
         # A table with hooks stays: their handles refer to it.
         if not getattr(module, name):

@@ -1,15 +1,15 @@
 """The answers that a Reducer asks for: which gradients a pass computes, and when to launch.
 
-Unlike other extensions, a Reducer has one of each kind or none, so there is one answer.
+Unlike other observers, a Reducer has one of each kind or none, so there is one answer.
 """
 
 from abc import abstractmethod
 
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 
 
-class Usage(Extension):
+class Usage(Observer):
     """Decides which parameters get a gradient. Without one, each gets exactly one in each pass."""
 
     @property
@@ -43,7 +43,7 @@ class Usage(Extension):
         """Returns what `backward()` must raise on this rank, after the average."""
 
 
-class LaunchOrder(Extension):
+class LaunchOrder(Observer):
     """Keeps one order of collectives on all ranks. Without one, a Reducer launches full buckets."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """Averages a module's gradients over ranks while backward still runs.
 
 The file follows one gradient from top to bottom: `ready`, `launch_full_buckets` (pack and launch),
-`end_pass` and `finish` (wait and unpack). Options are extensions (`extension.py`).
+`end_pass` and `finish` (wait and unpack). Options are observers (`observer.py`).
 """
 
 import sys
@@ -21,7 +21,6 @@ from torch.autograd.profiler import record_function
 from ddp_from_scratch.core.average import Average, BackwardPass
 from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, FlatBucket, gradient_of
 from ddp_from_scratch.core.comm_hooks import Sender
-from ddp_from_scratch.core.extension import Calls, Extension
 from ddp_from_scratch.core.gradient_errors import (
     check_bucket,
     check_gradient,
@@ -32,10 +31,11 @@ from ddp_from_scratch.core.gradient_errors import (
 )
 from ddp_from_scratch.core.hooks import EndOfPass, Hooks, current_pass, hook_module
 from ddp_from_scratch.core.layout import Layout
+from ddp_from_scratch.core.observer import Calls, Observer
 from ddp_from_scratch.core.policies import LaunchOrder, Usage
 from ddp_from_scratch.core.view_bucket import ViewBucket
 
-Kind = TypeVar("Kind", bound=Extension)
+Kind = TypeVar("Kind", bound=Observer)
 NO_SPAN = nullcontext()  # where no profiler runs
 _packs_early = attrgetter("packs_early")
 
@@ -78,11 +78,11 @@ class CoreReducer:
         views: bool = False,
         ready_order: Sequence[str] | None = None,
         drops_at_once: bool = False,
-        extensions: Iterable[Extension] = (),
+        observers: Iterable[Observer] = (),
     ) -> None:
         if ready_order is not None and sorted(ready_order) != sorted(layout.names):
             raise ValueError("ready_order must name each parameter that requires a gradient once")
-        self.extensions: list[Extension] = []
+        self.observers: list[Observer] = []
         self.calls: Calls = Calls()
         self.usage: Usage | None = None
         self.order: LaunchOrder | None = None
@@ -119,41 +119,41 @@ class CoreReducer:
         self._shared: frozenset[int] = frozenset()
         self.hooks: Hooks | None = None
         self.lay_out()
-        for extension in extensions:
-            self.add_extension(extension)
+        for observer in observers:
+            self.add_observer(observer)
         self.hooks = Hooks(self)
         # These hooks keep the Reducer alive as long as its module.
         self.hooks.handles += hook_module(module, self)
         self._hook_parameters()
 
-    def add_extension(self, extension: Extension, first: bool = False) -> None:
-        """Starts to call this extension. Asks a policy instead of an earlier one of its kind."""
-        if isinstance(extension, Usage):
-            self.usage = extension
-        elif isinstance(extension, LaunchOrder):
-            self.order = extension
+    def add_observer(self, observer: Observer, first: bool = False) -> None:
+        """Starts to call this observer. Asks a policy instead of an earlier one of its kind."""
+        if isinstance(observer, Usage):
+            self.usage = observer
+        elif isinstance(observer, LaunchOrder):
+            self.order = observer
             # Without it, nothing may have noticed that an exception ended a pass (`EndOfPass`).
             if self.backward is not None and not self.is_in_pass():
                 self.backward.failed = True
-        extension.attach(self)
-        self.extensions.insert(0 if first else len(self.extensions), extension)
-        self._extensions_changed()
+        observer.attach(self)
+        self.observers.insert(0 if first else len(self.observers), observer)
+        self._observers_changed()
 
-    def remove_extension(self, extension: Extension) -> None:
-        """Stops calling this extension."""
-        self.extensions.remove(extension)
-        self._extensions_changed()
+    def remove_observer(self, observer: Observer) -> None:
+        """Stops calling this observer."""
+        self.observers.remove(observer)
+        self._observers_changed()
 
-    def _extensions_changed(self) -> None:
-        # A new object: extensions are added and removed in the middle of a phase.
-        self.calls = Calls(self.extensions)
+    def _observers_changed(self) -> None:
+        # A new object: observers are added and removed in the middle of a phase.
+        self.calls = Calls(self.observers)
         self._hook_parameters()
 
-    def extension(self, kind: type[Kind]) -> Kind | None:
-        """Returns the extension of this type, or None."""
-        for extension in self.extensions:
-            if isinstance(extension, kind):
-                return extension
+    def observer(self, kind: type[Kind]) -> Kind | None:
+        """Returns the observer of this type, or None."""
+        for observer in self.observers:
+            if isinstance(observer, kind):
+                return observer
         return None
 
     @property
@@ -370,10 +370,10 @@ class CoreReducer:
         profiled = torch.autograd.profiler._is_profiler_enabled
         for on_launch in self.calls.on_launch:
             on_launch(bucket)
-        try:  # Extensions must end what they began in `on_launch`, even if the comm hook raises.
+        try:  # Observers must end what they began in `on_launch`, even if the comm hook raises.
             with record_function(f"{bucket.label}: pack") if profiled else NO_SPAN:
                 plan = self.average.plan or self.sender.plan(self.average)
-                # An extension may look into a packed bucket.
+                # An observer may look into a packed bucket.
                 if plan.keeps_gradients and not self.calls.on_packed and bucket.keep():
                     return
                 try:

@@ -64,7 +64,7 @@ class NoShards:
     _max_norm: float | None = None  # of the step under way
 
     def __init__(self, name: str, reducer: Any, rule: UpdateRule, overlap: bool = False) -> None:
-        self._name, self._of, self._rule, self._overlap = name, reducer, rule, overlap
+        self._name, self._reducer, self._rule, self._overlap = name, reducer, rule, overlap
 
     def before_arranging(self) -> None: ...
     def places(self, bucket: FlatBucket) -> Allocate:
@@ -128,7 +128,7 @@ class Shards(NoShards):
 
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
         super().__init__(name, reducer, rule, overlap)
-        self._of: Reducer
+        self._reducer: Reducer
         self._checked = False
         self._texts: dict[tuple[int, int], tuple[list[Any], str]] = {}  # of groups, by the first
         self._membership = ""  # a checksum of which parameters each group has
@@ -149,12 +149,12 @@ class Shards(NoShards):
     @property
     def _group(self) -> dist.ProcessGroup:
         return (
-            self._of.core.sender.group()
+            self._reducer.core.sender.group()
         )  # not kept, as it would keep a closed group's threads alive
 
     @property
     def _buckets(self) -> Sequence[FlatBucket]:
-        return self._of.core.flat_buckets
+        return self._reducer.core.flat_buckets
 
     def _ours(self) -> set[int]:
         return {id(parameter) for bucket in self._buckets for parameter in bucket.parameters()}
@@ -162,9 +162,9 @@ class Shards(NoShards):
     def before_arranging(self) -> None:
         if not self._checked:
             # The ranks' parameters become one copy, which would hide a difference.
-            module, ours = self._of.module, self._ours()
+            module, ours = self._reducer.module, self._ours()
             others = [n for n, p in module.named_parameters() if id(p) not in ours]
-            check_sync(module, self._of.process_group, ignore=others)
+            check_sync(module, self._reducer.process_group, ignore=others)
             self._checked = True
 
     def arranged(self, runs: Mapping[FlatBucket, Runs], alone: Sequence[torch.Tensor]) -> None:
@@ -183,7 +183,7 @@ class Shards(NoShards):
     def mark_gradients(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Mark]:
         # Each rank steps a share, so a gradient that one rank has changed changes a part of the
         # step on all ranks, and their parameters stay equal.
-        drift = self._of.core.extension(DriftCheck)
+        drift = self._reducer.core.observer(DriftCheck)
         if drift is None or not drift.is_due:
             return {}
         rows = [(p, p.grad) for p in parameters if p.grad is not None]
@@ -199,7 +199,7 @@ class Shards(NoShards):
         # From the next step on each rank has a share, and no rank could see a difference.
         rows = [
             (name, key, torch.as_tensor(value))
-            for name, parameter in self._of.module.named_parameters()
+            for name, parameter in self._reducer.module.named_parameters()
             for key, value in sorted(states.get(parameter, {}).items())
             if isinstance(value, (torch.Tensor, Number))
         ]
@@ -230,18 +230,18 @@ class Shards(NoShards):
     @contextmanager
     def averaging_with(self, hook: CommHook) -> Iterator[None]:
         """Uses a comm hook inside the context that may leave gradients local."""
-        sender = self._of.core.sender
+        sender = self._reducer.core.sender
         before, state = sender.hook, sender.state
-        if self._of.tree_reduction is None and before is not average:
+        if self._reducer.tree_reduction is None and before is not average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
-        self._of.core.set_hook(hook, state)
+        self._reducer.core.set_hook(hook, state)
         try:
             yield
         finally:
-            self._of.core.set_hook(before, state)
+            self._reducer.core.set_hook(before, state)
 
     def check_step(self) -> None:
-        if self._of.core.joining:
+        if self._reducer.core.joining:
             raise RuntimeError("every rank must step its share, so join() cannot be used")
 
     def members(self, run: FlatParams) -> list[int]:
@@ -293,7 +293,7 @@ class NodeShards(Shards):
         return self._shared.empty(numel, like.dtype, for_all=True)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
-        if clips or self._of.core.sender.sums:  # `step` needs the averages, or sums
+        if clips or self._reducer.core.sender.sums:  # `step` needs the averages, or sums
             return nullcontext()
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
         return self.averaging_with(_keep_local)
@@ -349,10 +349,10 @@ class WorldShards(Shards):
     def _make_waits(self) -> ForwardWaits:
         # Reducers watch a module's tables, which now become others. Not if they have changed: the
         # next forward pass must raise.
-        found = [(reducer, reducer.extension(Checks)) for reducer in living()]
+        found = [(reducer, reducer.observer(Checks)) for reducer in living()]
         each = [(checks._snapshot, reducer.module) for reducer, checks in found if checks]
         unchanged = [(one, module) for one, module in each if not one.looks_different(True)]
-        waits = ForwardWaits(self._of.module, self.synchronize, self._arriving)
+        waits = ForwardWaits(self._reducer.module, self.synchronize, self._arriving)
         for one, module in unchanged:
             one.look_at(module)
         return waits
@@ -393,12 +393,12 @@ class WorldShards(Shards):
                 run.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
 
         # Not on a GPU, for which the host would have to wait.
-        on_cpu = self._of.core.device.type == "cpu"
+        on_cpu = self._reducer.core.device.type == "cpu"
         filled = [bucket for bucket in runs if on_cpu and self._flats[bucket].numel()]
         self._carrier = min(filled, key=lambda bucket: self._flats[bucket].nbytes, default=None)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
-        return self.averaging_with(self._make_hook(self._of.tree_reduction))
+        return self.averaging_with(self._make_hook(self._reducer.tree_reduction))
 
     def _make_hook(self, tree: Any) -> CommHook:
         """Returns a comm hook that averages only this rank's part of each bucket."""
@@ -518,7 +518,7 @@ class WorldShards(Shards):
         (text, numbers), self._to_compare = self._to_compare, None
         if len(set(numbers[:, 0].tolist())) == 1:
             return
-        texts = gather_objects(text, self._of.process_group)
+        texts = gather_objects(text, self._reducer.process_group)
         other = next(rank for rank, theirs in enumerate(texts) if theirs != texts[0])
         raise RuntimeError(
             f"ranks took different steps, so parts of the parameters have moved differently: rank "

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import of_member, on_gpu_of, wait
-from ddp_from_scratch.core.extension import Check
+from ddp_from_scratch.core.observer import Check
 from ddp_from_scratch.sync.broadcast import (
     Packing,
     buffer_difference,
@@ -74,9 +74,9 @@ class BufferSync(Check):
         # Not before forward as in torch's DDP, because one rank may run forward alone (an
         # evaluation). Training sees the same buffers either way.
         self._error = None
-        if not self.enabled or self._of().joining:
+        if not self.enabled or self._reducer().joining:
             return None
-        if not self._layout and self._of().iteration % _COMPARE_EVERY == 0:
+        if not self._layout and self._reducer().iteration % _COMPARE_EVERY == 0:
             self._layout = None
         return self._launch(0)
 

@@ -18,8 +18,8 @@ from ddp_from_scratch.common.errors import AGAIN, shortened
 from ddp_from_scratch.common.group import on_gpu_of
 from ddp_from_scratch.common.memory import OVERLAPS, overlaps, unsupported
 from ddp_from_scratch.core.bucket import BucketState
-from ddp_from_scratch.core.extension import Check, Extension
 from ddp_from_scratch.core.hooks import current_pass
+from ddp_from_scratch.core.observer import Check, Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.launch_order import look_for_layers
 from ddp_from_scratch.options.unused import will_accumulate_any
@@ -46,7 +46,7 @@ _ON_PURPOSE = (
 )
 
 
-class Checks(Extension):
+class Checks(Observer):
     """Detects a changed module, and forward passes that write to parameters.
 
     `check_first_average`: compare the ranks' parameters in the first average. `regroups`: ranks may
@@ -77,11 +77,11 @@ class Checks(Extension):
         super().attach(reducer)
         self._watches_writes |= dist.get_world_size(reducer.process_group) > 1
         if self._watches_writes:
-            reducer.add_extension(_FirstAverage(self))
+            reducer.add_observer(_FirstAverage(self))
             _check_rescaling(reducer.module, self._snapshot.parameters)
 
     def on_forward(self) -> None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         module = reducer.module
         # An exception may have ended the last forward pass before `on_forwarded`.
         self._before = None
@@ -122,8 +122,8 @@ class Checks(Extension):
             return
         self.has_written = True
         # Writes before the first average lead to a comparison (`_FirstAverage`); later ones raise.
-        reducer: CoreReducer = self._of()
-        if reducer.iteration > self.began and reducer.extension(DriftCheck) is None:
+        reducer: CoreReducer = self._reducer()
+        if reducer.iteration > self.began and reducer.observer(DriftCheck) is None:
             written = [n for n, then, this in zip(names, before, now, strict=True) if then != this]
             raise RuntimeError(
                 f"a forward pass on rank {reducer.rank} has written to {shortened(written)}, which "
@@ -135,20 +135,20 @@ class Checks(Extension):
         self.check_complete()
 
     def on_set_step(self) -> None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         self.began = reducer.iteration
         if not self._watches_writes:
             return
         # Ranks that join know nothing of earlier averages, so all ranks begin again.
-        drift, first = reducer.extension(DriftCheck), reducer.extension(_FirstAverage)
+        drift, first = reducer.observer(DriftCheck), reducer.observer(_FirstAverage)
         if drift is not None and drift.advice:
-            reducer.remove_extension(drift)
+            reducer.remove_observer(drift)
         if first is None:
-            reducer.add_extension(_FirstAverage(self), first=True)
+            reducer.add_observer(_FirstAverage(self), first=True)
 
     def check_complete(self) -> None:
         """Raises unless every gradient of the last backward pass has been averaged."""
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         rank, buckets = reducer.rank, reducer.all_buckets
         if current_pass() != -1 and (
             # Before this Reducer's first gradient of the pass, too.
@@ -183,10 +183,10 @@ class _FirstAverage(Check):
         self._checks = checks
 
     def verdict(self) -> RuntimeError | None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         if reducer.iteration > self._checks.began:
             # The first average may be repeated (`abort_step`), so this stays until the second.
-            reducer.remove_extension(self)
+            reducer.remove_observer(self)
             return None
         module, group = reducer.module, reducer.process_group
         with on_gpu_of(module):
@@ -197,8 +197,8 @@ class _FirstAverage(Check):
             return None
         written, advice = any(writes), WRITTEN if any(writes) else NOT_SENT + _ON_PURPOSE
         drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._checks.ignore, advice)
-        if written and reducer.extension(DriftCheck) is None:
-            reducer.add_extension(drift)
+        if written and reducer.observer(DriftCheck) is None:
+            reducer.add_observer(drift)
         else:
             drift.attach(reducer)
         return drift.verdict()

@@ -4,7 +4,7 @@ import torch
 
 from ddp_from_scratch.common.group import on_gpu_of
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
-from ddp_from_scratch.core.extension import Check
+from ddp_from_scratch.core.observer import Check
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.sync.check_sync import gather_integers
 
@@ -25,7 +25,7 @@ class FiniteCheck(Check):
         self._parameters = 0  # with a gradient that is not finite, in this average
 
     def on_packed(self, bucket: Bucket) -> None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         gradients = bucket.views if isinstance(bucket, FlatBucket) else _sent(bucket, reducer)
         (whole,) = [bucket.flat] if isinstance(bucket, FlatBucket) else gradients
         if whole.sum().isfinite():
@@ -37,7 +37,7 @@ class FiniteCheck(Check):
                 self._first = self._first or (index, nan, inf)
 
     def verdict(self) -> RuntimeError | None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         mine = [self._parameters, *(self._first or (0, 0, 0))]
         self.on_abort()
         with on_gpu_of(reducer.module):

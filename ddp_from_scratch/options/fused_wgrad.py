@@ -14,7 +14,7 @@ import torch
 from torch.nn import Linear, functional
 
 from ddp_from_scratch.core.bucket import BucketState
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.core.view_bucket import ViewBucket
 
@@ -23,7 +23,7 @@ from ddp_from_scratch.core.view_bucket import ViewBucket
 _WORTH = 2**16
 
 
-class FusedWgrad(Extension):
+class FusedWgrad(Observer):
     """Makes the backward passes of linear layers write into the buckets.
 
     A fused layer's `forward` is replaced; copies of the layer have torch's. Only gradients that are
@@ -48,7 +48,7 @@ class FusedWgrad(Extension):
 
     def window(self, accumulation: Any) -> torch.Tensor | None:
         """Returns the window for the gradient of an autograd node; None if torch must allocate."""
-        reducer: CoreReducer | None = self._of()  # None if the graph has outlived it
+        reducer: CoreReducer | None = self._reducer()  # None if the graph has outlived it
         index = self.index_of(getattr(accumulation, "variable", None))
         if reducer is None or index is None or index in self._claimed:
             return None
@@ -79,7 +79,7 @@ class FusedWgrad(Extension):
             self._claimed.clear()
 
     def remove(self) -> None:
-        self._of = lambda: None  # graphs that are still alive must get no window
+        self._reducer = lambda: None  # graphs that are still alive must get no window
         for layer in self._layers:
             vars(layer).pop("forward", None)
         self._layers.clear()

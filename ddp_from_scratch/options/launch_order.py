@@ -35,16 +35,16 @@ def layers_with_groups(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def communicate(reducer: CoreReducer) -> bool:
     """True if layers of the Reducer's module communicate in its group."""
-    found = reducer.extension(OneOrder)
+    found = reducer.observer(OneOrder)
     return found is not None and found.communicate()
 
 
 def look_for_layers(reducer: CoreReducer) -> None:
     """Makes the Reducer look at the layers of its module that communicate, if there are any."""
-    layers, found = layers_with_groups(reducer.module), reducer.extension(OneOrder)
+    layers, found = layers_with_groups(reducer.module), reducer.observer(OneOrder)
     if layers and found is None:
         found = OneOrder()
-        reducer.add_extension(found)
+        reducer.add_observer(found)
     if found is not None:
         found.layers = layers
 
@@ -113,8 +113,8 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
     _made[id(reducer)] = reducer
     everyone = living()
     for each in everyone if len(everyone) > 1 else []:
-        if each.extension(OneOrder) is None:
-            each.add_extension(OneOrder())
+        if each.observer(OneOrder) is None:
+            each.add_observer(OneOrder())
         if not new.isdisjoint(map(id, each.parameters)):
             each.set_shared(shared_parameters(each))
 
@@ -161,16 +161,16 @@ class OneOrder(LaunchOrder):
 
     def communicate(self) -> bool:
         """True if layers communicate in the Reducer's own group."""
-        ours = self._of().process_group or dist.group.WORLD
+        ours = self._reducer().process_group or dist.group.WORLD
         return any((layer.process_group or dist.group.WORLD) is ours for layer in self.layers)
 
     def may_launch(self) -> bool:
-        reducer, everyone = self._of(), living()
+        reducer, everyone = self._reducer(), living()
         if not has_fixed_order(reducer) and self.communicate():
             return False
         if len(everyone) < 2:
             return True
-        unused = reducer.extension(Unused) if reducer.may_be_unused else None
+        unused = reducer.observer(Unused) if reducer.may_be_unused else None
         if unused is not None and unused.hides_parameters:
             # A reentrant checkpoint hides parameters, also of other Reducers, until the pass ends.
             return False
@@ -190,7 +190,7 @@ class OneOrder(LaunchOrder):
         return fixed or not any(communicate(r) and _takes_part(r) for r in everyone)
 
     def end_backward(self) -> bool:
-        reducer, everyone = self._of(), living()
+        reducer, everyone = self._reducer(), living()
         if reducer.backward.failed:
             return False
         for other in everyone:
@@ -246,7 +246,7 @@ def _takes_part(reducer: CoreReducer) -> bool:
     """True if a Reducer averages in the backward pass that autograd executes."""
     if not reducer.sync:
         return False
-    unused = reducer.extension(Unused)
+    unused = reducer.observer(Unused)
     # A pass may go through a module without using its parameters.
     return (
         _running(reducer) is not None

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.comm_hooks import average
-from ddp_from_scratch.core.extension import Check, Extension
 from ddp_from_scratch.core.gradient_errors import taken_gradient
+from ddp_from_scratch.core.observer import Check, Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.sync.check_sync import DriftCheck
 
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
         return self.gradient() is not gradient or self.version != gradient._version
 
 
-class LocalSteps(Extension):
+class LocalSteps(Observer):
     """Warns at the first step with local gradients; raises after each of them with `check_every`.
 
     A gradient is local if a backward pass under `no_sync()` was the last to add to it, or if there
@@ -59,7 +59,7 @@ class LocalSteps(Extension):
         self._new = {i for i, p in enumerate(reducer.parameters) if p.grad is None}
 
     def on_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         last, gradient = self._last.get(optimizer), self._first_gradient(optimizer)
         self._last[optimizer] = _Step.of(reducer.iteration, gradient)
         if local := reducer.average.local:
@@ -71,7 +71,7 @@ class LocalSteps(Extension):
             self._look(optimizer, indices, "came from no backward pass", may_raise=not is_average)
 
     def _first_gradient(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
-        ids = self._of().hooks.ids
+        ids = self._reducer().hooks.ids
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in ids and parameter.grad is not None:
@@ -86,8 +86,8 @@ class LocalSteps(Extension):
         self, optimizer: torch.optim.Optimizer, indices: set[int], why: str, may_raise: bool = True
     ) -> None:
         """Tells if the optimizer has stepped one of these parameters, unless all were zero."""
-        reducer: CoreReducer = self._of()
-        drift = reducer.extension(DriftCheck)
+        reducer: CoreReducer = self._reducer()
+        drift = reducer.observer(DriftCheck)
         raises = may_raise and drift is not None and not drift.advice  # the program's `check_every`
         if self._has_warned and not raises:
             return  # on a GPU, the host would wait for the gradients
@@ -125,12 +125,12 @@ class StepsInHooks(Check):
         self._before: list[int] | None = None  # the parameters' versions when the pass began
 
     def on_begin(self) -> None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         looks = reducer.iteration % _EVERY == 1 and reducer.sender.hook is average
         self._before = [*map(_version, reducer.parameters)] if looks else None
 
     def verdict(self) -> RuntimeError | None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         before, self._before = self._before, None
         if before is None:
             return None

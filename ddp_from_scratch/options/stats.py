@@ -30,7 +30,7 @@ class ReducerStats:
 
     @staticmethod
     def of(reducer: CoreReducer, backend: str) -> "ReducerStats":
-        unused, hooks = reducer.extension(Unused), reducer.hooks
+        unused, hooks = reducer.observer(Unused), reducer.hooks
         sender = reducer.sender
         # A user's comm hook sends through the group that it names, usually the Reducer's.
         sends = sender.sends() if sender.through_group() else reducer.process_group

@@ -109,7 +109,7 @@ class Unused(Usage):
             return
         # While all parameters are frozen, no average happens with a static graph, and its first
         # pass is still to come.
-        if self.is_static and not any(map(_requires_grad, self._of().parameters)):
+        if self.is_static and not any(map(_requires_grad, self._reducer().parameters)):
             return
         tensors = [tensor for tensor in find_tensors(outputs) if tensor.requires_grad]
         nodes = {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
@@ -146,7 +146,7 @@ class Unused(Usage):
     def _accumulates(self, forward: _Forward) -> bool:
         """True for `backward()`, False for `torch.autograd.grad`."""
         if forward.reached:
-            return any(will_accumulate(self._of().parameters[i]) for i in forward.reached)
+            return any(will_accumulate(self._reducer().parameters[i]) for i in forward.reached)
         # A static graph's record is from an earlier step, whose other leaves may be freed.
         others = [other() for other in forward.others]
         return None in others or any(leaf is not None and will_accumulate(leaf) for leaf in others)
@@ -155,7 +155,7 @@ class Unused(Usage):
 
     def on_enter(self, forward: _Forward) -> None:
         """Marks parameters unused when backward enters the graph of a forward pass."""
-        reducer: CoreReducer | None = self._of()
+        reducer: CoreReducer | None = self._reducer()
         if reducer is None or forward not in self._forwards:
             return  # the Reducer was removed
         if not (self.hides_parameters or self._accumulates(forward)):
@@ -170,7 +170,7 @@ class Unused(Usage):
         if self.is_static or self.hides_parameters:
             return set()
         # The pass may execute more than this walk has seen: several forward passes.
-        rest, parameters = everything - (forward.reached or set()), self._of().parameters
+        rest, parameters = everything - (forward.reached or set()), self._reducer().parameters
         return {index for index in rest if not will_accumulate(parameters[index])}
 
     def on_gradient(self, index: int) -> None:
@@ -187,11 +187,11 @@ class Unused(Usage):
 
     def mark_unused(self) -> None:
         if self.may_be_unused:
-            self._of().mark_unused(range(self._count))
+            self._reducer().mark_unused(range(self._count))
 
     def agree_used(self) -> set[int] | None:
         """Returns the parameters that some rank used since the last average; None means all."""
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         used, self._used = self._used, set()
         # `zero_grad()` may have dropped some of these gradients.
         inherited = {i for i in self._inherited if reducer.parameters[i].grad is not None} - used
@@ -226,7 +226,7 @@ class Unused(Usage):
     def misused(self) -> RuntimeError | None:
         if not self.is_static:
             return None
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         if reducer.by_hand:
             return self._error_by_hand(reducer)
         now, self._counted = self._counted, Counter()

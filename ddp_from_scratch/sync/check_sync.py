@@ -20,7 +20,7 @@ from ddp_from_scratch.common.group import (
     takes_cpu_tensors,
     wait,
 )
-from ddp_from_scratch.core.extension import Check
+from ddp_from_scratch.core.observer import Check
 from ddp_from_scratch.sync.checksums import checksums, dense_parts, kind_of
 
 # N: a check in every Nth average, if forward passes write to parameters.
@@ -109,7 +109,7 @@ class DriftCheck(Check):
     @property
     def is_due(self) -> bool:
         """True if the next average compares ranks."""
-        return self._is_due or (self._of().iteration + 1) % self._every == 0
+        return self._is_due or (self._reducer().iteration + 1) % self._every == 0
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.pop(optimizer, None)
@@ -121,7 +121,7 @@ class DriftCheck(Check):
     def verdict(self) -> RuntimeError | None:
         # Every rank takes part in an average, but one rank may run forward or step alone. And no
         # parameter has changed yet, as it may later during an average (`backward_and_step`).
-        reducer, is_due, self._is_due = self._of(), self.is_due, False
+        reducer, is_due, self._is_due = self._reducer(), self.is_due, False
         iteration = reducer.iteration + 1
         if not is_due:
             return None

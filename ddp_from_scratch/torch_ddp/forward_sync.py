@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.hooks import current_pass
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.options.unused import find_tensors
 
 
-class ForwardSync(Extension):
+class ForwardSync(Observer):
     """Keeps the gradients of a forward pass under `no_sync()` local, wherever backward runs.
 
     A backward pass averages if it is outside of `no_sync()`, and so was the last forward pass with
@@ -70,7 +70,7 @@ class ForwardSync(Extension):
             self._local.discard(mark)
 
     def _update(self) -> None:
-        self._of().set_sync(self.required and not self._local)
+        self._reducer().set_sync(self.required and not self._local)
 
 
 def _enter(found: "weakref.ref[ForwardSync]", mark: object, gradients: Any) -> None:

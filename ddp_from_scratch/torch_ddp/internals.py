@@ -135,7 +135,7 @@ class WrappedReducer(Reducer):
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         # Torch's pipelines run all forward passes under no_sync(), and call this for the last.
-        if (forward_sync := self.core.extension(ForwardSync)) is not None:
+        if (forward_sync := self.core.observer(ForwardSync)) is not None:
             forward_sync.average_next()
         self.prepare_backward(outputs)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from ddp_from_scratch.common.group import cpu_group, gather_objects, on_gpu_of
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.options.launch_order import check_current
@@ -24,7 +24,7 @@ from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 
 
-class JoinableReducer(Joinable, JoinHook, Extension):
+class JoinableReducer(Joinable, JoinHook, Observer):
     """A Reducer that takes part in a `Join` context.
 
     In each step ranks with data and ranks without take the same actions in the same order:
@@ -140,7 +140,7 @@ class JoinableReducer(Joinable, JoinHook, Extension):
     def _begin_step(self, has_data: bool) -> GradientWeight:
         """Agrees on the ranks that average in this step, and sends buffers. Collective."""
         reducer = self.reducer
-        if (unused := reducer.core.extension(Unused)) is not None and unused.skip:
+        if (unused := reducer.core.observer(Unused)) is not None and unused.skip:
             raise RuntimeError(
                 "skip_unused=True needs ranks that use the same parameters, and inside join() a "
                 "rank without data uses none: leave it out"
@@ -222,7 +222,7 @@ def join(
     """
     check_current(reducer.core)
     joinable = JoinableReducer(reducer)
-    reducer.add_extension(joinable)
+    reducer.add_observer(joinable)
     options = {
         "divide_by_initial_world_size": divide_by_initial_world_size,
         "grad_scaler": grad_scaler,
@@ -234,4 +234,4 @@ def join(
             yield
     finally:
         reducer.core.set_joining(False)
-        reducer.remove_extension(joinable)
+        reducer.remove_observer(joinable)

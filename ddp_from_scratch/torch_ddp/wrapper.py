@@ -180,7 +180,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.module,
             self._group,
             ignore=self.parameters_to_ignore,
-            extensions=[self._forward_sync],
+            observers=[self._forward_sync],
             **self._settings,
         )
         # Removes the hooks when the wrapper is freed, so nothing here may reference the wrapper.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.buffers import BufferSnapshot
 from ddp_from_scratch.options.checks import sync_batch_norms
@@ -33,7 +33,7 @@ from ddp_from_scratch.virtual_ranks.tree_reduction import (
 Result = TypeVar("Result")
 
 
-class VirtualRanks(Extension):
+class VirtualRanks(Observer):
     """This rank's share of the `count` virtual ranks, and the state of their step."""
 
     def __init__(self, count: int, snapshot: Callable[[], BufferSnapshot], windows: bool) -> None:
@@ -65,7 +65,7 @@ class VirtualRanks(Extension):
 
     def _check(self) -> None:
         self.range()
-        if sync_batch_norms(self._of().module):
+        if sync_batch_norms(self._reducer().module):
             raise ValueError(
                 "synchronised batch norm cannot be used with virtual_ranks=V, which run one after "
                 "another: leave it out, and each virtual rank normalises its own batch"
@@ -101,7 +101,7 @@ class VirtualRanks(Extension):
             held = set()
             self._forget()
         rank, ranks = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
-        found = torch.zeros(self.count, dtype=torch.int64, device=self._of().device)
+        found = torch.zeros(self.count, dtype=torch.int64, device=self._reducer().device)
         found[list(held)] = 1 + rank
         wait(dist.all_reduce(found, group=self._process_group, async_op=True))
         holders = [holder - 1 if holder else None for holder in found.tolist()]
@@ -120,7 +120,7 @@ class VirtualRanks(Extension):
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
         """A context for one virtual rank. An exception drops the step and propagates."""
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         try:
             with self._virtual_rank(index, reducer):
                 yield
@@ -130,7 +130,7 @@ class VirtualRanks(Extension):
 
     def run_all(self, function: Callable[[int], Result]) -> list[Result]:
         """Calls a function for each virtual rank. An exception drops the step and propagates."""
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
 
         if self.inside is not None:  # outside of the `try`, which would drop that one's step
             raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
@@ -189,7 +189,7 @@ class VirtualRanks(Extension):
         self._take_gradients()
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
-        parameters = self._of().parameters
+        parameters = self._reducer().parameters
         found = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
         for index in found:
             parameters[index].grad = None
@@ -199,7 +199,7 @@ class VirtualRanks(Extension):
         if self._before is not None:
             self._before[0].restore()
 
-    # As an extension ----------------------------------------------------------------------------
+    # As an observer -------------------------------------------------------------------------------
 
     def on_launch(self, bucket: Bucket) -> None:
         # Outside of the last virtual rank, gradients would be lost.
@@ -229,6 +229,6 @@ class VirtualRanks(Extension):
         self._put_back()
         if self._before is not None:
             self.step = self._before[1]
-        self._of().set_iteration(self.step)
+        self._reducer().set_iteration(self.step)
         self._due, self._ahead, self.inside, self._before = [], [], None, None
         self._dealt = None

@@ -25,7 +25,7 @@ import torch
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.core.extension import Tracer
+from ddp_from_scratch.core.observer import Tracer
 from ddp_from_scratch.options.unused import find_tensors
 
 Mark = Any  # what `Marks.take` returns: a time of the host, or an event of a GPU

@@ -15,7 +15,7 @@ from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 
 _WAKES = 3  # how many times a watch wakes up in `after` seconds
@@ -50,7 +50,7 @@ class Progress(NamedTuple):
         return cls(reducer.iteration, waits, text)
 
 
-class StallWatch(Extension):
+class StallWatch(Observer):
     """A thread that checks a Reducer regularly and reports a step that makes no progress.
 
     It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
@@ -88,7 +88,7 @@ class StallWatch(Extension):
         self._thread.start()
 
     def on_set_step(self) -> None:
-        reducer: CoreReducer = self._of()
+        reducer: CoreReducer = self._reducer()
         self._end()
         self._start(reducer.rank, dist.get_world_size(reducer.process_group))
 
@@ -144,7 +144,7 @@ class StallWatch(Extension):
 
     def _look(self) -> Progress | None:
         # The thread must not keep the Reducer alive, nor the store except while it reports.
-        reducer = self._of()
+        reducer = self._reducer()
         if reducer is None:
             return None
         now = Progress.of(reducer)

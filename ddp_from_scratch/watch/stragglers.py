@@ -184,7 +184,7 @@ class StragglerWatch(Recorder):
         self._steps.clear()
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._process_group))]
         dist.all_gather(everyone, own, group=self._process_group)
-        only = ("data", "optimizer") if communicate(self._of()) else WORK
+        only = ("data", "optimizer") if communicate(self._reducer()) else WORK
         report = compare(torch.stack(everyone).cpu(), iteration, only)
         if self._tell is not None:
             self._tell(report)

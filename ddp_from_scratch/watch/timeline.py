@@ -38,7 +38,7 @@ class Timeline(Recorder):
             raise UsageError(f"steps must be 1 or more and skip 0 or more, got {steps}, {skip}")
         self.record: Record | None = None  # equal on every rank, once its steps are complete
         self.has_picture: bool = False  # True if rank 0 has matplotlib
-        self._reducer, self._count = reducer, steps
+        self._timed, self._count = reducer, steps
         self.folder: Path | None = None if folder is None else Path(folder)
         self._group = cpu_group(reducer.process_group)
         self.rank: int = self._group.rank()
@@ -53,7 +53,7 @@ class Timeline(Recorder):
         parameters = {n: p for n, p in reducer.module.named_parameters() if n in averaged}
         self._sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
         self._arrived, self._handles = mark_arrivals(parameters, self.marks.take)
-        reducer.add_extension(self)
+        reducer.add_observer(self)
         self._open = True
         self._begin(reducer.iteration)
 
@@ -62,7 +62,7 @@ class Timeline(Recorder):
         if not self._open:
             return
         self.discard()
-        with gpu.current(self._reducer.core.device):
+        with gpu.current(self._timed.core.device):
             self.record = self._gathered()
         if self.record is not None and self.folder is not None:
             self.has_picture = bool(self._on_rank_0(partial(write, self.record, self.folder)))
@@ -71,7 +71,7 @@ class Timeline(Recorder):
         """Ends the recording and drops it on this rank. Idempotent."""
         if self._open:
             self._open, self.step = False, None
-            self._reducer.remove_extension(self)
+            self._timed.remove_observer(self)
             for handle in self._handles:
                 handle.remove()
 
@@ -81,7 +81,7 @@ class Timeline(Recorder):
         self.step: StepMarks | None = None
         self._arrived.clear()
         if iteration >= self._first:
-            step = StepMarks(iteration, self._reducer.buckets)
+            step = StepMarks(iteration, self._timed.buckets)
             self._steps.append(step)
             self.begin(step)
 
@@ -170,8 +170,8 @@ class Timeline(Recorder):
         error = max(max(b[1], a[1]) + abs(a[0] - b[0]) / 2 for b, a in clocks)
         mib = sum(self._sizes.values()) / 2**20
         title = (
-            f"{type(self._reducer.module).__name__}, {mib:.3g} MiB of gradients, "
-            f"{len(ranks)} rank{'s'[: len(ranks) != 1]} by {self._reducer.stats().transport}"
+            f"{type(self._timed.module).__name__}, {mib:.3g} MiB of gradients, "
+            f"{len(ranks)} rank{'s'[: len(ranks) != 1]} by {self._timed.stats().transport}"
         )
         return Record(title, self._sizes, tuple(self._hosts), error, steps)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 from tests.support.on_ranks import on
 from tests.support.refusal import text_of
 from tests.support.terms import Terms, assert_grads, mean, own
@@ -622,7 +622,7 @@ def test_other_steps_do_not_warn(world, program, kind):
     ddp.check_sync(model)
 
 
-class Launches(Extension):
+class Launches(Observer):
     def __init__(self):
         self.seen = []
 
@@ -634,7 +634,7 @@ class Launches(Extension):
 @on("pair")
 def test_gradients_are_averaged_without_a_backward_pass(world, options):
     model, launches = Terms(2, 3, 40_000), Launches()
-    reducer = Reducer(model, extensions=[launches], **options)
+    reducer = Reducer(model, observers=[launches], **options)
     times = 2 if options.get("reduce") == "sum" else 1
     for step in range(4):
         model.zero_grad()

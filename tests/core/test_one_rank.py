@@ -5,7 +5,7 @@ import torch
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.core.bucket import FlatBucket
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.view_bucket import ViewBucket
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -82,13 +82,13 @@ def test_a_comm_hook_is_called(monkeypatch):
     assert all(torch.equal(d, 2 * g) for d, g in zip(gradients(make), gradients(), strict=True))
 
 
-def test_an_extension_sees_packed_buckets():
-    class Sums(Extension):
+def test_an_observer_sees_packed_buckets():
+    class Sums(Observer):
         def on_packed(self, bucket):
             seen.append(float(bucket.buffer().sum()))
 
     seen = []
-    expected = float(sum(g.sum() for g in gradients(lambda m: Reducer(m, extensions=[Sums()]))))
+    expected = float(sum(g.sum() for g in gradients(lambda m: Reducer(m, observers=[Sums()]))))
     assert seen == [pytest.approx(expected)] * 3
 
 

@@ -24,7 +24,7 @@ from ddp_from_scratch.backend import stage
 from ddp_from_scratch.backend.reduction import Reduction
 from ddp_from_scratch.common.errors import NoSharedMemory
 from ddp_from_scratch.common.group import all_gather_single, exchange
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.node import shared_memory_group
 from ddp_from_scratch.optim import shards
 from tests.support.on_ranks import on
@@ -473,11 +473,11 @@ def folds_late(*arguments):
     return fold(*arguments)
 
 
-class Relaid(Extension):
+class Relaid(Observer):
     def on_average(self, iteration, takes_part):
         if iteration == 2:
-            self._of().caps = [2000]
-            self._of().lay_out()
+            self._reducer().caps = [2000]
+            self._reducer().lay_out()
 
 
 def scaled(model, reducer, optimizer):
@@ -524,7 +524,7 @@ def trained(world, kind, shard, settings, clip=None, program=None, relaid=False,
     model = Odd()
     if relaid:
         del model.unused  # buckets are rebuilt in the first step, as all parameters are used
-        how |= {"extensions": [Relaid()], "bucket_cap_mb": float("inf")}
+        how |= {"observers": [Relaid()], "bucket_cap_mb": float("inf")}
     else:
         how["find_unused_parameters"] = True
     if kind != "SGD":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.core.extension import Extension
+from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.node import close_default_group
 from ddp_from_scratch.sync.check_sync import DriftCheck
 from tests.support.on_ranks import on
@@ -85,7 +85,7 @@ def test_a_step_that_failed_is_repeated(ranks, crew, name):
     assert set(ranks(crew[:-2], 2)(repeated, name)) == {by_definition(name)}
 
 
-class Launches(Extension):
+class Launches(Observer):
     def __init__(self):
         self.buckets = []
 
@@ -99,7 +99,7 @@ def test_one_rank_repeats_its_part_while_the_others_wait(world, names):
     """After `set_step` some ranks may be new, so all agree again on what is used."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))  # the second is not used
     options, launches = dict.fromkeys(names, True), Launches()
-    options["extensions"] = [launches]
+    options["observers"] = [launches]
     reducer = ddp.Reducer(model, virtual_ranks=4, bucket_cap_mb=0, **options)
 
     def run(virtual_rank):
@@ -298,7 +298,7 @@ def test_forward_passes_may_write_from_the_first_step_of_new_ranks_on(world):
         if step in (7, 20):
             reducer.set_step(step)
         reducer.run_virtual_ranks(lambda i: model(X).sum().backward())
-        assert reducer.core.extension(DriftCheck) is not None  # ranks are compared
+        assert reducer.core.observer(DriftCheck) is not None  # ranks are compared
 
 
 class Masked(nn.Module):

@@ -1,16 +1,16 @@
-"""Extensions of a program's own: when they are called, and that others cost nothing."""
+"""Observers of a program's own: when they are called, and that others cost nothing."""
 
 import pytest
 
 from ddp_from_scratch import Reducer
-from ddp_from_scratch.core.extension import Check, Extension
+from ddp_from_scratch.core.observer import Check, Observer
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, own
 
 PHASES = {"on_forward", "on_gradient", "on_launch", "on_packed", "on_unpacked", "on_average"}
 
 
-class Notes(Extension):
+class Notes(Observer):
     def __init__(self, called):
         self.called = called
 
@@ -27,9 +27,9 @@ def step(model, world):
 
 
 @on("gloo-2")
-def test_each_phase_is_called_in_its_place_until_the_extension_is_removed(world):
+def test_each_phase_is_called_in_its_place_until_the_observer_is_removed(world):
     model, called = Terms(1, 2), []
-    reducer = Reducer(model, bucket_cap_mb=0, extensions=[Notes(called)])
+    reducer = Reducer(model, bucket_cap_mb=0, observers=[Notes(called)])
     assert called == [("attach", 2)]
     called.clear()
     in_pass = []
@@ -41,25 +41,25 @@ def test_each_phase_is_called_in_its_place_until_the_extension_is_removed(world)
     ready = ["on_gradient", "on_launch", "on_packed"] * 2
     assert called == ["on_forward", *ready, "on_unpacked", "on_unpacked", "on_average"]
     called.clear()
-    (notes,) = [e for e in reducer.core.extensions if isinstance(e, Notes)]
-    reducer.remove_extension(notes)
+    (notes,) = [e for e in reducer.core.observers if isinstance(e, Notes)]
+    reducer.remove_observer(notes)
     step(model, world)
     assert called == []
-    reducer.add_extension(notes)
+    reducer.add_observer(notes)
     step(model, world)
     assert called[0] == ("attach", 2)
     assert set(called[1:]) == PHASES
 
 
-class Once(Extension):
+class Once(Observer):
     def on_average(self, iteration, takes_part):
-        self._of().remove_extension(self)
+        self._reducer().remove_observer(self)
 
 
 @on("gloo-2")
-def test_an_extension_that_takes_itself_off_hides_no_other(world):
+def test_an_observer_that_takes_itself_off_hides_no_other(world):
     model, called = Terms(1), []
-    Reducer(model, extensions=[Once(), Notes(called)])
+    Reducer(model, observers=[Once(), Notes(called)])
     for _ in range(3):
         step(model, world)
     assert called.count("on_average") == 3
@@ -93,7 +93,7 @@ def test_of_several_checks_all_are_asked_and_one_error_counts(world, early, late
     asked = []
     checks = [Verdicts(name, asked, *found) for name, *found in zip("ab", early, late, strict=True)]
     model = Terms(1)
-    Reducer(model, extensions=checks)
+    Reducer(model, observers=checks)
     with pytest.raises(RuntimeError, match=f"^{raised}$"):
         step(model, world)
     assert asked == ["a early", "b early", "a late", "b late"]

@@ -1,4 +1,4 @@
-"""Extensions, through which every option hooks into a Reducer."""
+"""Observers, through which every option hooks into a Reducer."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,11 +9,11 @@ import torch
 from ddp_from_scratch.core.bucket import Bucket
 
 
-class Extension:
+class Observer:
     """An object that a Reducer tells of each phase of a step. Its methods do nothing here.
 
     A Reducer calls only methods that a class overrides, so an option costs nothing in the other
-    phases. Extensions are called in the order in which they were added. No method returns anything:
+    phases. Observers are called in the order in which they were added. No method returns anything:
     what a Reducer asks for is in `Check` below, and in `policies.py`.
 
     - forward: `on_forward` and `on_forwarded` are called before and after each forward pass of the
@@ -32,9 +32,9 @@ class Extension:
     """
 
     def attach(self, reducer: Any) -> None:
-        """Called first, when the Reducer has its buckets. `self._of()` is that Reducer."""
+        """Called first, when the Reducer has its buckets. `self._reducer()` is that Reducer."""
         # Weak, because the Reducer holds this object.
-        self._of: Callable[[], Any] = weakref.ref(reducer)
+        self._reducer: Callable[[], Any] = weakref.ref(reducer)
 
     def on_forward(self) -> None: ...
     def on_forwarded(self, outputs: object) -> None: ...
@@ -50,8 +50,8 @@ class Extension:
     def remove(self) -> None: ...
 
 
-class Tracer(Extension):
-    """An extension that takes times: it is told of the begin and the end of each phase.
+class Tracer(Observer):
+    """An observer that takes times: it is told of the begin and the end of each phase.
 
     A comm hook that allows one bucket in flight makes two waits for a bucket. If a wait has failed,
     the bucket is not LANDED.
@@ -70,8 +70,8 @@ class Tracer(Extension):
         """Called after that wait, also if it has failed."""
 
 
-class Check(Extension):
-    """An extension that decides whether `backward()` raises on this rank."""
+class Check(Observer):
+    """An observer that decides whether `backward()` raises on this rank."""
 
     def on_begin(self) -> None:
         """Called when a backward pass has its first gradient."""
@@ -102,47 +102,45 @@ Verdicts: TypeAlias = list[Callable[[], RuntimeError | None]]
 
 
 class Calls:
-    """The methods that extensions override, by the method: a list of bound ones for each."""
+    """The methods that observers override, by the method: a list of bound ones for each."""
 
-    def __init__(self, extensions: Sequence[Extension] = ()) -> None:
-        self.on_forward: Void = overriding(Extension.on_forward, extensions)
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self.on_forward: Void = overriding(Observer.on_forward, observers)
         self.on_forwarded: list[Callable[[object], None]] = overriding(
-            Extension.on_forwarded, extensions
+            Observer.on_forwarded, observers
         )
-        self.on_gradient: list[Callable[[int], None]] = overriding(
-            Extension.on_gradient, extensions
-        )
-        self.on_launch: OfBucket = overriding(Extension.on_launch, extensions)
-        self.on_packed: OfBucket = overriding(Extension.on_packed, extensions)
+        self.on_gradient: list[Callable[[int], None]] = overriding(Observer.on_gradient, observers)
+        self.on_launch: OfBucket = overriding(Observer.on_launch, observers)
+        self.on_packed: OfBucket = overriding(Observer.on_packed, observers)
         self.on_unpacked: list[Callable[[int, Bucket, bool], None]] = overriding(
-            Extension.on_unpacked, extensions
+            Observer.on_unpacked, observers
         )
         self.on_average: list[Callable[[int, bool], None]] = overriding(
-            Extension.on_average, extensions
+            Observer.on_average, observers
         )
-        self.on_step: OfOptimizer = overriding(Extension.on_step, extensions)
-        self.on_stepped: OfOptimizer = overriding(Extension.on_stepped, extensions)
-        self.on_set_step: Void = overriding(Extension.on_set_step, extensions)
-        self.on_abort: Void = overriding(Extension.on_abort, extensions)
-        self.remove: Void = overriding(Extension.remove, extensions)
-        self.on_launched: OfBucket = overriding(Tracer.on_launched, extensions)
-        self.on_all_launched: Void = overriding(Tracer.on_all_launched, extensions)
-        self.on_wait: list[Callable[[Bucket | None], None]] = overriding(Tracer.on_wait, extensions)
+        self.on_step: OfOptimizer = overriding(Observer.on_step, observers)
+        self.on_stepped: OfOptimizer = overriding(Observer.on_stepped, observers)
+        self.on_set_step: Void = overriding(Observer.on_set_step, observers)
+        self.on_abort: Void = overriding(Observer.on_abort, observers)
+        self.remove: Void = overriding(Observer.remove, observers)
+        self.on_launched: OfBucket = overriding(Tracer.on_launched, observers)
+        self.on_all_launched: Void = overriding(Tracer.on_all_launched, observers)
+        self.on_wait: list[Callable[[Bucket | None], None]] = overriding(Tracer.on_wait, observers)
         self.on_waited: list[Callable[[Bucket | None], None]] = overriding(
-            Tracer.on_waited, extensions
+            Tracer.on_waited, observers
         )
-        self.on_begin: Void = overriding(Check.on_begin, extensions)
-        self.verdict: Verdicts = overriding(Check.verdict, extensions)
-        self.late_verdict: Verdicts = overriding(Check.late_verdict, extensions)
+        self.on_begin: Void = overriding(Check.on_begin, observers)
+        self.verdict: Verdicts = overriding(Check.verdict, observers)
+        self.late_verdict: Verdicts = overriding(Check.late_verdict, observers)
 
 
 def overriding(
-    method: Callable[Concatenate[Any, Arguments], Result], extensions: Sequence[Extension]
+    method: Callable[Concatenate[Any, Arguments], Result], observers: Sequence[Observer]
 ) -> list[Callable[Arguments, Result]]:
-    """Returns this method, bound, of each extension whose class overrides it."""
+    """Returns this method, bound, of each observer whose class overrides it."""
     name = method.__name__
     return [
-        getattr(extension, name)
-        for extension in extensions
-        if getattr(type(extension), name, method) is not method
+        getattr(observer, name)
+        for observer in observers
+        if getattr(type(observer), name, method) is not method
     ]
