@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
-from ddp_from_scratch.core.comm_hooks import Sender, average
+from ddp_from_scratch.core.comm_hooks import CommConfig, average
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.layout import Caps, Layout, bucket_caps
 from ddp_from_scratch.core.observer import Observer
@@ -195,30 +195,30 @@ class Reducer:
         if virtual_ranks is not None and ready_order is None:
             # The first layout is final, even if an average fails on some ranks.
             ready_order = list(parameters)[::-1]
-        transport = shared_memory_group if shared_memory else gloo_alone
+        group_for = shared_memory_group if shared_memory else gloo_alone
         launch_order.check_overlap(module, parameters, process_group, sums)
-        sender = Sender(process_group, transport if on_cpu else None, sums)
+        comm = CommConfig(process_group, group_for if on_cpu else None, sums)
         # Shared memory is freed with its group, and virtual ranks may continue in another one.
-        memory_of = sender.group() if self._meets and virtual_ranks is None else None
+        memory_of = comm.open_group() if self._collective_init and virtual_ranks is None else None
         sparse = sparse_parameters(module)
-        apart = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}
-        layout = Layout(parameters, apart, memory_of, launch_order.next_name(memory_of))
+        separate = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}
+        layout = Layout(parameters, separate, memory_of, launch_order.next_name(memory_of))
         self.core: CoreReducer = self._core_type(
             module,
-            sender,
+            comm,
             layout,
             bucket_caps=caps,
             overlap=overlap,
             views=gradient_as_bucket_view or fuse_wgrad,
             ready_order=ready_order,
             # Ranks may be lost, and partial sums have memory of their own.
-            drops_at_once=virtual_ranks is not None,
+            abandon_in_flight=virtual_ranks is not None,
             observers=options(),
         )
         launch_order.look_for_layers(self.core)
         launch_order.add(self.core, memory_of)
 
-    _meets = True  # all ranks construct this object together
+    _collective_init = True  # all ranks construct this object together
     _core_type = CoreReducer
 
     # Inspection ---------------------------------------------------------------------------------
@@ -281,8 +281,8 @@ class Reducer:
         """
         launch_order.check_current(self.core)
         self._check_idle("a comm hook cannot be registered while gradients wait for their average")
-        self.core.sender.check_free("a comm hook")
-        if self.core.sender.sums and hook is not average:
+        self.core.comm.require_unowned_hook("a comm hook")
+        if self.core.comm.sums and hook is not average:
             name = getattr(hook, "__name__", hook)
             raise RuntimeError(f'reduce="sum" cannot be used with a comm hook: leave {name} out')
         self.core.set_hook(hook, state)
@@ -355,7 +355,7 @@ class Reducer:
                 buffers differ; or the Reducer has virtual ranks.
         """
         launch_order.check_current(self.core)
-        self.core.sender.check_free("average_gradients()")
+        self.core.comm.require_unowned_hook("average_gradients()")
         if self.core.joining or current_pass() != -1:
             where = "join()" if self.core.joining else "a backward pass"
             raise RuntimeError(f"average_gradients() cannot be used inside {where}")

@@ -74,9 +74,10 @@ class Bucket(ABC):
 
     Attributes:
         state: only `launch`, `keep`, `wait` and `unpack` change it.
-        missing, unused: members neither ready nor unused; members without a gradient in this pass,
-            which contribute the `.grad` that earlier passes left, or zeros.
-        noted: members whose gradient autograd has noted without a call of the Reducer.
+        missing: members that are neither ready nor unused.
+        unused: members without a gradient in this pass. They contribute the `.grad` that earlier
+            passes left, or zeros.
+        deferred: members whose gradient autograd has stored here without calling the Reducer.
     """
 
     # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
@@ -96,7 +97,7 @@ class Bucket(ABC):
         self.state: BucketState = BucketState.FILLING
         self.missing: set[int] = set(self.members)
         self.unused: set[int] = set()
-        self.noted: dict[int, torch.Tensor] = {}
+        self.deferred: dict[int, torch.Tensor] = {}
         self._parameters, self._index = list(parameters), index
 
     def index(self) -> int:
@@ -108,7 +109,7 @@ class Bucket(ABC):
     @property
     def begun(self) -> bool:
         """True if a member is ready or unused."""
-        return len(self.missing) < len(self._parameters) or bool(self.noted)
+        return len(self.missing) < len(self._parameters) or bool(self.deferred)
 
     def mark_unused(self, index: int) -> None:
         """Marks a member that gets no gradient in this pass. A no-op if it is ready."""
@@ -278,7 +279,7 @@ class FlatBucket(Bucket):
 
     def pack(self, plan: Averaging) -> Collection[int]:
         if self.state is not BucketState.FILLING:
-            raise self._again()
+            raise self._relaunch_error()
         self.op = plan.op
         windows, sources, gone = self.views, [*map(gradient_of, self._parameters)], set[int]()
         if any(map(is_, sources, repeat(None))):
@@ -300,7 +301,7 @@ class FlatBucket(Bucket):
 
     def keep(self) -> bool:
         if self.state is not BucketState.FILLING:
-            raise self._again()
+            raise self._relaunch_error()
         if any(map(is_, map(gradient_of, self._parameters), repeat(None))):
             return False
         self.state = BucketState.LAUNCHED  # without a future: `wait` and `unpack` find nothing
@@ -327,7 +328,7 @@ class FlatBucket(Bucket):
         """Returns members whose gradient was packed, but whose `.grad` is None since then."""
         return {i for i, parameter, _ in self._rows if parameter.grad is None} - self.unused
 
-    def _again(self) -> RuntimeError:
+    def _relaunch_error(self) -> RuntimeError:
         return RuntimeError(f"bucket {self._index} is launched a second time")
 
     def _copy_strided(
@@ -419,7 +420,7 @@ class FlatBucket(Bucket):
     def reset(self) -> None:
         self._future = self._launched = None
         self._sources = []
-        self.noted.clear()
+        self.deferred.clear()
         self.sent, self.state = self._real, BucketState.FILLING
         self.missing.update(self.members)
         self.unused.clear()

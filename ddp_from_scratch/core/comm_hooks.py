@@ -10,15 +10,15 @@ value is the averaged flat tensor, of any floating dtype, or a list of only that
 A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
 may then be in flight. A second collective, as PowerSGD's, might come before the next bucket's on
 one rank and after it on another. A hook that expects divided gradients declares
-`hook.takes_divided = True`. This package's hooks declare both with `@comm_hook(...)`.
+`hook.prescaled = True`. This package's hooks declare both with `@comm_hook(...)`.
 
 Division: each gradient is divided by the number of ranks n once. As in torch's DDP that is before
 the sum: n summands of 1/n each cannot overflow a 16-bit float where the average would not. With
 `reduce="sum"` nobody divides. Otherwise `bucket.op` says who does, at one of these places:
 
-- SUM: the Reducer, while it packs, which saves a pass over the bucket. `Sender.plan` chooses the
-  factor, for `average` and for hooks with `takes_divided`. Without a hook: `SparseBucket.pack`
-  (options/sparse.py).
+- SUM: the Reducer, while it packs, which saves a pass over the bucket. `CommConfig.plan` chooses
+  the factor, for `average` and for hooks that declare `prescaled`. Without a hook:
+  `SparseBucket.pack` (options/sparse.py).
 - AVG: the collective, on a group whose `traits` say `divides_first`. `Reduction.fold`
   (backend/reduction.py) divides; with several machines, `AllReduce.split` (backend/all_reduce.py)
   chooses where. With shard="node" buckets send nothing, and `NodeShards.step` (optim/shards.py)
@@ -51,16 +51,14 @@ Group = dist.ProcessGroup | None
 Hook = TypeVar("Hook", bound=Callable[..., Future])
 
 
-def comm_hook(
-    *, one_collective: bool = False, takes_divided: bool = False
-) -> Callable[[Hook], Hook]:
+def comm_hook(*, one_collective: bool = False, prescaled: bool = False) -> Callable[[Hook], Hook]:
     """Declares a hook of this package, which keeps what it remembers by parameter, not by bucket.
 
     Its state is a process group, or has one; a Reducer may put another of the same ranks there.
     """
 
     def declare(hook: Hook) -> Hook:
-        vars(hook).update(ours=True, one_collective=one_collective, takes_divided=takes_divided)
+        vars(hook).update(ours=True, one_collective=one_collective, prescaled=prescaled)
         return hook
 
     return declare
@@ -137,26 +135,29 @@ class OnGPU(Future):
             return self._work.get_future().then(callback)
 
 
-class Sender:
+class CommConfig:
     """The comm hook and the group that sends: how buckets are averaged.
 
-    `transport` maps a process group to the group that sends its buckets, if another. Collective.
+    Args:
+        group_for: maps a process group to the group that sends its buckets; None means itself.
+        sums: nothing is divided.
 
     Attributes:
-        concurrent, sums: True if several buckets may be in flight; if nothing is divided.
-        sends: returns what `group()` returned last. Weak, as a strong reference keeps its threads.
+        concurrent: True if several buckets may be in flight.
+        last_group: returns the group that `open_group()` has returned last. The reference is weak,
+            since a strong one keeps the group's threads alive.
     """
 
     def __init__(
         self,
         process_group: Group,
-        transport: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None,
+        group_for: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None,
         sums: bool = False,
     ) -> None:
         self.process_group = process_group
         self.sums = sums
-        self._transport = transport
-        self.sends: Callable[[], Group] = NoneType
+        self._group_for = group_for
+        self.last_group: Callable[[], Group] = NoneType
         self._owner = ""
         self.set_hook(average, process_group)
 
@@ -167,27 +168,27 @@ class Sender:
         self.hook = hook
         self.state = state
         self._owner = owner or self._owner
-        # The last plan without a weight, and the group that it is for. Weak, as `sends`.
+        # The last plan without a weight, and the group that it is for. Weak, as `last_group`.
         self._plan: Averaging | None = None
         self._planned_for: Callable[[], Group] = NoneType
         one_collective = getattr(hook, "one_collective", False) is True
         self.concurrent: bool = hook is average or one_collective
 
-    def check_free(self, what: str) -> None:
+    def require_unowned_hook(self, what: str) -> None:
         """Raises a RuntimeError if an option needs the comm hook, which `what` would replace."""
         if self._owner:
             raise RuntimeError(f"{self._owner} has a sum of its own and cannot be used with {what}")
 
-    def group(self) -> dist.ProcessGroup:
-        """Returns the group that sends buckets. Collective if `transport` is."""
-        sends = check_group(self.process_group)
-        if self._transport is not None:
-            sends = self._transport(sends)
-        self.sends = weakref.ref(sends)
-        return sends
+    def open_group(self) -> dist.ProcessGroup:
+        """Returns the group that sends buckets. Collective if `group_for` is."""
+        group = check_group(self.process_group)
+        if self._group_for is not None:
+            group = self._group_for(group)
+        self.last_group = weakref.ref(group)
+        return group
 
     def through_group(self) -> bool:
-        """True if the comm hook sends through `group()`, and not through a group of its own."""
+        """True if the comm hook sends through `open_group()`, not a group of its own."""
         named = getattr(self.state, "process_group", self.state)
         ours = self.process_group or dist.group.WORLD
         return is_ours(self.hook) and (named or dist.group.WORLD) is ours
@@ -204,22 +205,22 @@ class Sender:
         return average.plan
 
     def _new_plan(self, own: dist.ProcessGroup, weight: float) -> Averaging:
-        sends, state = self.group(), self.state
+        group, state = self.open_group(), self.state
         hook: Callable[..., Future] = self.hook
         # The state of this library's hooks is the Reducer's group, or names it. They send through
-        # `sends` instead, unless both are one: a reference to gloo's group keeps its threads alive.
-        if sends is not own and self.through_group():
+        # `group` instead, unless both are one: a reference to gloo's group keeps its threads alive.
+        if group is not own and self.through_group():
             if hasattr(state, "process_group"):
-                hook = partial(hook, group=sends)
+                hook = partial(hook, group=group)
             else:
-                state = sends
+                state = group
         # A division: see the head of this file.
         mean = weight / dist.get_world_size(self.process_group)
         scale = weight or 1.0  # with weight 0 the bucket sends zeros, whatever it holds
         op: Any = None  # the hook divides
         if self.hook is average:
             op = _reduction(state)
-        elif getattr(self.hook, "takes_divided", False):
+        elif getattr(self.hook, "prescaled", False):
             op = dist.ReduceOp.SUM
         if self.sums:  # nothing divides
             mean, op = weight, dist.ReduceOp.SUM

@@ -26,10 +26,13 @@ current_pass: Callable[[], int] = torch._C._current_graph_task_id
 class Hooks:
     """The hooks of one Reducer, which is held weakly.
 
-    They call `reducer.ready` with a weak reference, an index and the parameter when the `.grad` of
-    that parameter is complete (or `last_ready`, see `choose`), and its observers around an
-    optimizer's step. `nodes` are the autograd nodes that accumulate the gradients. `handles` are
-    those of the parameters, and then those of the module, which the Reducer adds.
+    They call `reducer.grad_hook` with a weak reference, an index and the parameter when the `.grad`
+    of that parameter is complete (or `bucket_hook`, see `choose`), and the Reducer's observers
+    around an optimizer's step.
+
+    Attributes:
+        nodes: the autograd nodes that accumulate the gradients.
+        handles: those of the parameters, and then those of the module, which the Reducer adds.
     """
 
     def __init__(self, reducer: Any) -> None:
@@ -42,10 +45,12 @@ class Hooks:
         # Weak, because the garbage collector cannot see a cycle through a parameter's hooks, and
         # parameters may outlive the module. A WeakMethod would be slow Python code in each hook.
         self._reducer = me = weakref.ref(reducer)
-        self._ready = [partial(reducer.ready, me, index) for index in range(len(parameters))]
+        self._grad_hooks = [
+            partial(reducer.grad_hook, me, index) for index in range(len(parameters))
+        ]
         self.handles: list[Handle] = [
             parameter.register_post_accumulate_grad_hook(hook)
-            for parameter, hook in zip(parameters, self._ready, strict=True)
+            for parameter, hook in zip(parameters, self._grad_hooks, strict=True)
         ]
         _ours.update(handle.id for handle in self.handles)
         # Parameters whose gradient autograd has just left undefined; only those with hooks of the
@@ -60,46 +65,48 @@ class Hooks:
         self.per_bucket: bool = False  # True if autograd does not call for every gradient
         self._chosen: tuple[bool, tuple[FlatBucket, ...]] = (True, ())
         _watch_steps()
-        _living[id(reducer)] = reducer
+        _hooked[id(reducer)] = reducer
         # The parameters may outlive the Reducer, but their hooks must not.
         weakref.finalize(self, _remove_all, self.handles)
 
-    def choose(self, reducer: Any, each: bool) -> None:
-        """Calls `reducer.ready` for each gradient, or `last_ready` once for a bucket. Idempotent.
+    def choose(self, reducer: Any, per_gradient: bool) -> None:
+        """Calls `grad_hook` for each gradient, or `bucket_hook` once for a bucket. Idempotent.
 
-        With many small layers, a Python call for each gradient is the largest cost. Autograd only
-        notes the other gradients in their bucket (`Bucket.noted`), without a Python frame. The very
-        first gradient keeps its hook, since it begins the pass.
+        With many small layers, a Python call for each gradient is the largest cost. Autograd stores
+        the other parameters in their bucket (`Bucket.deferred`), without a Python frame. The first
+        gradient of a pass keeps its hook, since it begins the pass.
         """
-        if self._chosen == (each, reducer.flat_buckets):
+        if self._chosen == (per_gradient, reducer.flat_buckets):
             return
-        self._chosen = each, reducer.flat_buckets
-        reducer.count_noted()
+        self._chosen = per_gradient, reducer.flat_buckets
+        reducer.flush_deferred()
         hooks: dict[int, Callable[[torch.Tensor], None]] = {}
         self.per_bucket = False
-        if not each:
+        if not per_gradient:
             first = reducer.layout.index_of[reducer.ready_order[0]]
             for bucket in reducer.flat_buckets:
                 # Not a parameter with a hook of the program's, which may clear the gradient.
                 others = filter(self._has_foreign, bucket.members)
-                last, noted = bucket.members[-1], {*bucket.members[:-1]} - {first, *others}
+                last, deferred = bucket.members[-1], {*bucket.members[:-1]} - {first, *others}
                 if last == first or (isinstance(bucket, ViewBucket) and bucket.packs_early):
                     continue
-                hooks |= {index: partial(setitem, bucket.noted, index) for index in noted}
-                hooks[last] = partial(reducer.last_ready, self._reducer, last)
-                self.per_bucket |= bool(noted)
-        for index, (ready, handle) in enumerate(zip(self._ready, self.handles, strict=False)):
+                hooks |= {index: partial(setitem, bucket.deferred, index) for index in deferred}
+                hooks[last] = partial(reducer.bucket_hook, self._reducer, last)
+                self.per_bucket |= bool(deferred)
+        for index, (grad_hook, handle) in enumerate(
+            zip(self._grad_hooks, self.handles, strict=False)
+        ):
             table = handle.hooks_dict_ref()
             if table is not None and handle.id in table:
                 # In place, because hooks run in the order of registration.
-                table[handle.id] = hooks.get(index, ready)
+                table[handle.id] = hooks.get(index, grad_hook)
 
-    def was_cleared(self, index: int, noted: bool) -> bool:
+    def was_cleared(self, index: int, deferred: bool) -> bool:
         """True if the program has cleared this `.grad`; False if autograd has left it undefined.
 
-        `noted`: our hook has run earlier.
+        `deferred`: our hook has run earlier.
         """
-        if noted:
+        if deferred:
             return self._has_foreign(index)
         return self._has_foreign(index, before_ours=True) and index not in self._undefined
 
@@ -115,7 +122,7 @@ class Hooks:
     def remove(self, reducer: Any) -> None:
         """Removes all hooks. Idempotent."""
         _remove_all(self.handles)
-        _living.pop(id(reducer), None)
+        _hooked.pop(id(reducer), None)
 
 
 # The numbers of all Reducers' hooks on parameters.
@@ -129,7 +136,7 @@ def _note_undefined(undefined: set[int], index: int, gradients: Sequence[Any]) -
 
 # One hook of torch's serves all Reducers. torch iterates over its hooks without a copy, and the
 # garbage collector may remove a Reducer's hook during that.
-_living: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_hooked: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
 
 
 @cache
@@ -156,7 +163,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> list[Any]:
     groups = [*map(itemgetter("params"), optimizer.param_groups)]
     return [
         reducer
-        for reducer in [*_living.values()]
+        for reducer in [*_hooked.values()]
         if not reducer.hooks.ids.isdisjoint(map(id, chain.from_iterable(groups)))
     ]
 
@@ -244,4 +251,4 @@ class EndOfPass:
     # If an exception ends the pass, autograd drops its callbacks without calling them.
     def __del__(self) -> None:
         if not self._called and (reducer := self._reducer()) is not None:
-            reducer.break_off(self._number)
+            reducer.on_backward_error(self._number)

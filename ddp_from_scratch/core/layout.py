@@ -90,7 +90,7 @@ def assign(
 class Layout:
     """The parameters of a Reducer, and the memory of their buckets.
 
-    `apart` holds, by name, functions that make a separate bucket for a parameter. The ranks of
+    `separate` holds, by name, functions that make a separate bucket for a parameter. The ranks of
     `memory_of`, if given, may share the memory: construction is collective if its backend offers
     that. `owner` is the Reducer's name in errors about buckets.
     """
@@ -98,16 +98,16 @@ class Layout:
     def __init__(
         self,
         parameters: Mapping[str, torch.nn.Parameter],
-        apart: Mapping[str, Callable[..., Bucket]],
+        separate: Mapping[str, Callable[..., Bucket]],
         memory_of: dist.ProcessGroup | None,
         owner: str,
     ) -> None:
-        self._apart, self._owner = apart, owner
+        self._separate, self._owner = separate, owner
         # Parameters in buckets of their own come last: indices below `_in_flat` are in flat ones.
-        self.names: list[str] = sorted(parameters, key=lambda name: name in apart)
+        self.names: list[str] = sorted(parameters, key=lambda name: name in separate)
         self.parameters: list[torch.nn.Parameter] = [parameters[name] for name in self.names]
         self.index_of: dict[str, int] = {name: index for index, name in enumerate(self.names)}
-        self._in_flat = len(self.names) - len(apart)
+        self._in_flat = len(self.names) - len(separate)
         flat = self.parameters[: self._in_flat]
         keys = [(grad_dtype(p), p.device) for p in flat]
         self._gradients = [
@@ -124,10 +124,10 @@ class Layout:
         self._memory = {key: zeros(size, *key, memory_of) for key, size in sizes.items()}
 
     def plan(self, order: Sequence[str], caps: Sequence[int]) -> list[tuple[int, ...]]:
-        """Returns the members of each bucket; those apart come last."""
+        """Returns the members of each bucket; the separate ones come last."""
         indices = [*map(self.index_of.__getitem__, order)]
-        apart = zip(filter(self._in_flat.__le__, indices), strict=True)
-        return [*assign(self._gradients, filter(self._in_flat.__gt__, indices), caps), *apart]
+        separate = zip(filter(self._in_flat.__le__, indices), strict=True)
+        return [*assign(self._gradients, filter(self._in_flat.__gt__, indices), caps), *separate]
 
     def make(
         self,
@@ -136,7 +136,7 @@ class Layout:
         old: Sequence[ViewBucket],
         process_group: dist.ProcessGroup | None,
     ) -> tuple[list[FlatBucket], list[Bucket]]:
-        """Makes flat buckets of this kind, one behind the other in memory, and those apart.
+        """Makes flat buckets of this kind, one behind the other in memory, and separate ones.
 
         They have the memory of the `old` ones, whose gradients move.
         """
@@ -158,8 +158,8 @@ class Layout:
         for new in buckets:
             if isinstance(new, ViewBucket):
                 new.restore(saved)
-        apart = []
+        separate = []
         for index, (member,) in enumerate(plan[len(flat) :], len(flat)):
             name, parameter = self.names[member], self.parameters[member]
-            apart.append(self._apart[name](member, parameter, index, process_group, name))
-        return buckets, apart
+            separate.append(self._separate[name](member, parameter, index, process_group, name))
+        return buckets, separate

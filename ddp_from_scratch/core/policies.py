@@ -14,7 +14,7 @@ class Usage(Observer):
 
     @property
     @abstractmethod
-    def may_be_unused(self) -> bool:
+    def allows_unused(self) -> bool:
         """True if a parameter may get no gradient in a pass."""
 
     @property

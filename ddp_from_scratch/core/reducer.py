@@ -1,7 +1,7 @@
 """Averages a module's gradients over ranks while backward still runs.
 
-The file follows one gradient from top to bottom: `ready`, `launch_full_buckets` (pack and launch),
-`end_pass` and `finish` (wait and unpack). Options are observers (`observer.py`).
+The file follows one gradient from top to bottom: `grad_hook`, `launch_full_buckets` (pack and
+launch), `end_pass` and `finish` (wait and unpack). Options are observers (`observer.py`).
 """
 
 import sys
@@ -20,7 +20,7 @@ from torch.autograd.profiler import record_function
 
 from ddp_from_scratch.core.average import Average, BackwardPass
 from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, FlatBucket, gradient_of
-from ddp_from_scratch.core.comm_hooks import Sender
+from ddp_from_scratch.core.comm_hooks import CommConfig
 from ddp_from_scratch.core.gradient_errors import (
     check_bucket,
     check_gradient,
@@ -70,14 +70,14 @@ class CoreReducer:
     def __init__(
         self,
         module: torch.nn.Module,
-        sender: Sender,
+        comm: CommConfig,
         layout: Layout,
         *,
         bucket_caps: Sequence[int],
         overlap: bool = True,
         views: bool = False,
         ready_order: Sequence[str] | None = None,
-        drops_at_once: bool = False,
+        abandon_in_flight: bool = False,
         observers: Iterable[Observer] = (),
     ) -> None:
         if ready_order is not None and sorted(ready_order) != sorted(layout.names):
@@ -88,10 +88,10 @@ class CoreReducer:
         self.order: LaunchOrder | None = None
         self.step_bucket: Callable[[Bucket], None] | None = None
         self.module = module
-        self.sender = sender
+        self.comm = comm
         self.layout = layout
         self.overlap = overlap
-        self.process_group: dist.ProcessGroup | None = sender.process_group
+        self.process_group: dist.ProcessGroup | None = comm.process_group
         self.rank: int = dist.get_rank(self.process_group)
         self.names: list[str] = layout.names
         self.parameters: list[torch.nn.Parameter] = layout.parameters
@@ -104,9 +104,9 @@ class CoreReducer:
         self.average: Average = Average()
         self.ready_order: list[str] | None = None if ready_order is None else list(ready_order)
         # True if autograd must call for each gradient: a pass may end before all of them.
-        self._needs_each = False
+        self._hook_per_gradient = False
         self.by_hand: bool = False
-        self._drops_at_once = drops_at_once
+        self._abandon_in_flight = abandon_in_flight
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         # Held while buckets change: autograd has a thread for each device, and hooks run in all.
         self._lock = threading.Lock()
@@ -157,9 +157,9 @@ class CoreReducer:
         return None
 
     @property
-    def may_be_unused(self) -> bool:
+    def allows_unused(self) -> bool:
         """True if a parameter may get no gradient in a pass."""
-        return self.usage is not None and self.usage.may_be_unused
+        return self.usage is not None and self.usage.allows_unused
 
     @property
     def keeps_layout(self) -> bool:
@@ -175,8 +175,8 @@ class CoreReducer:
         plan = self.layout.plan(self.ready_order or self.names[::-1], self.caps)
         if kind is not self._bucket_type or plan != [b.members for b in self.all_buckets]:
             self._bucket_type = kind
-            flat, apart = self.layout.make(plan, kind, self.view_buckets, self.process_group)
-            self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *apart)
+            flat, separate = self.layout.make(plan, kind, self.view_buckets, self.process_group)
+            self.flat_buckets, self.all_buckets = tuple(flat), (*flat, *separate)
             self.view_buckets = tuple(b for b in flat if isinstance(b, ViewBucket))
             self.bucket_of = {i: bucket for bucket in self.all_buckets for i in bucket.members}
         self.set_shared(self._shared)
@@ -191,8 +191,8 @@ class CoreReducer:
     def _hook_parameters(self) -> None:
         """Chooses for which gradients autograd calls Python: see `Hooks.choose`. Idempotent."""
         if self.hooks is not None:
-            each = bool(self.calls.on_gradient) or self._needs_each or self.ready_order is None
-            self.hooks.choose(self, each)
+            per_gradient = self._hook_per_gradient or bool(self.calls.on_gradient)
+            self.hooks.choose(self, per_gradient or self.ready_order is None)
 
     def _agree_on_order(self) -> None:
         """Lays the buckets out in the order of rank 0's gradients, on all ranks. Collective."""
@@ -205,7 +205,7 @@ class CoreReducer:
     # Ready --------------------------------------------------------------------------------------
 
     @staticmethod
-    def ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
+    def grad_hook(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
         """Marks parameter `index` ready. Autograd calls, even if the gradient is undefined."""
         self, gradient = me(), parameter.grad
         if self is None:
@@ -217,46 +217,46 @@ class CoreReducer:
             self._count(index, gradient)
 
     @staticmethod
-    def last_ready(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
-        """Marks a whole bucket ready, whose last member is `index`; autograd noted the others."""
+    def bucket_hook(me: "weakref.ref[CoreReducer]", index: int, parameter: torch.Tensor) -> None:
+        """Marks a whole bucket ready, whose last member is `index`; the others are deferred."""
         self = me()
         if self is None:
             return
         if parameter.grad is None:
-            self.ready(me, index, parameter)
+            self.grad_hook(me, index, parameter)
             return
         with self._lock:
             bucket = self.bucket_of[index]
-            bucket.noted[index] = parameter
+            bucket.deferred[index] = parameter
             # The list lives until the launch, so that Python does not wrap each `.grad` again.
-            gradients = [*map(gradient_of, bucket.noted.values())]
+            gradients = [*map(gradient_of, bucket.deferred.values())]
             if (
-                bucket.noted.keys() != bucket.missing
+                bucket.deferred.keys() != bucket.missing
                 or not self.sync
                 or torch.is_grad_enabled()
                 or any(map(is_, gradients, repeat(None)))
             ):
-                self.count_each(bucket)
+                self._flush_bucket(bucket)
                 return
             if self.backward is None or self.backward.number != current_pass():
                 self.begin_pass()
-            bucket.noted.clear()
+            bucket.deferred.clear()
             bucket.missing.clear()
             self.launch_full_buckets(early=True)
 
-    def count_noted(self) -> None:
-        """Counts the gradients that autograd has only noted in the buckets."""
+    def flush_deferred(self) -> None:
+        """Counts the deferred gradients of all buckets."""
         with self._lock:
             for bucket in self.all_buckets:
-                self.count_each(bucket)
+                self._flush_bucket(bucket)
 
-    def count_each(self, bucket: Bucket) -> None:
-        """Counts the gradients that autograd has only noted in this bucket. Under `_lock`."""
-        for index in [*bucket.noted]:
-            parameter = bucket.noted.pop(index)
-            self._count(index, parameter.grad, noted=True)
+    def _flush_bucket(self, bucket: Bucket) -> None:
+        """Counts the deferred gradients of a bucket. The caller holds `_lock`."""
+        for index in [*bucket.deferred]:
+            parameter = bucket.deferred.pop(index)
+            self._count(index, parameter.grad, deferred=True)
 
-    def _count(self, index: int, gradient: torch.Tensor | None, noted: bool = False) -> None:  # noqa: C901
+    def _count(self, index: int, gradient: torch.Tensor | None, deferred: bool = False) -> None:  # noqa: C901
         """Counts one gradient; None if autograd left it undefined, which adds nothing."""
         bucket = self.bucket_of[index]
         if not self.sync:
@@ -266,14 +266,14 @@ class CoreReducer:
                 self.average.local.add(index)
             return
         if gradient is None:
-            if self.hooks is not None and self.hooks.was_cleared(index, noted):
+            if self.hooks is not None and self.hooks.was_cleared(index, deferred):
                 self.average.error = taken_gradient(self.names[index], self.rank)
         elif gradient.is_sparse or gradient.requires_grad:
             check_gradient(gradient, bucket, self.names[index], self.rank)
         # Reentrant checkpoints run passes inside a pass: the outermost's end shows what is unused.
         number, backward = current_pass(), self.backward
         if number != -1 and (
-            backward is None or (backward.number != number and not self.may_be_unused)
+            backward is None or (backward.number != number and not self.allows_unused)
         ):
             self.begin_pass()
         if self.ready_order is None:
@@ -290,7 +290,7 @@ class CoreReducer:
             bucket.mark_unused(index)
         else:
             if isinstance(bucket, ViewBucket) and bucket.packs_early:
-                plan = self.average.plan or self.sender.plan(self.average)
+                plan = self.average.plan or self.comm.plan(self.average)
                 if not plan.keeps_gradients:
                     bucket.pack_one(index, plan.scale)
             bucket.missing.discard(index)
@@ -339,7 +339,7 @@ class CoreReducer:
 
     def missing(self) -> list[str]:
         """Returns the names of the parameters that have no gradient yet."""
-        self.count_noted()
+        self.flush_deferred()
         return [self.names[i] for bucket in self.all_buckets for i in sorted(bucket.missing)]
 
     # Pack, launch -------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class CoreReducer:
             bucket = self.all_buckets[average.next_bucket]
             if bucket.missing:
                 return
-            if not self.sender.concurrent:
+            if not self.comm.concurrent:
                 self.await_hook()
             if self.usage is None or not self.usage.skips(bucket):
                 self._pack_and_launch(bucket)
@@ -372,7 +372,7 @@ class CoreReducer:
             on_launch(bucket)
         try:  # Observers must end what they began in `on_launch`, even if the comm hook raises.
             with record_function(f"{bucket.label}: pack") if profiled else NO_SPAN:
-                plan = self.average.plan or self.sender.plan(self.average)
+                plan = self.average.plan or self.comm.plan(self.average)
                 # An observer may look into a packed bucket.
                 if plan.keeps_gradients and not self.calls.on_packed and bucket.keep():
                     return
@@ -393,7 +393,7 @@ class CoreReducer:
 
     def set_hook(self, hook: CommHook, state: Any, owner: str = "") -> None:
         """Averages each bucket with `hook(state, bucket)`; the option `owner` needs this hook."""
-        self.sender.set_hook(hook, state, owner)
+        self.comm.set_hook(hook, state, owner)
         self.average.plan = None
 
     def set_weight(self, weight: Callable[[], float] | None) -> None:
@@ -411,7 +411,7 @@ class CoreReducer:
 
     def await_hook(self) -> None:
         """Waits for the last bucket, if the comm hook allows only one in flight."""
-        if self.average.next_bucket and not self.sender.concurrent:
+        if self.average.next_bucket and not self.comm.concurrent:
             self._wait_traced(self.all_buckets[self.average.next_bucket - 1])
 
     # Wait, unpack -------------------------------------------------------------------------------
@@ -428,8 +428,8 @@ class CoreReducer:
     def launch_rest(self) -> bool:
         """Ends the pass and launches the rest; returns True if all buckets are launched."""
         for bucket in self.all_buckets:
-            if bucket.noted:
-                self.count_noted()
+            if bucket.deferred:
+                self.flush_deferred()
         self.backward = None
         if self.order is not None:
             self.order.pass_ended()
@@ -437,12 +437,12 @@ class CoreReducer:
             self.usage.mark_unused()
         if self.average.next_bucket < len(self.all_buckets):
             self.launch_full_buckets()
-        if not self.sender.concurrent:
+        if not self.comm.concurrent:
             self.await_hook()
         if self.average.next_bucket < len(self.all_buckets):
             # A later pass may bring the others (a loss in parts); else the next forward raises.
             self.restore_grads()
-            self._needs_each = True
+            self._hook_per_gradient = True
             self._hook_parameters()
             return False
         return True
@@ -452,7 +452,7 @@ class CoreReducer:
         for bucket in self.view_buckets:
             bucket.restore_grads()
 
-    def break_off(self, number: int) -> None:
+    def on_backward_error(self, number: int) -> None:
         """Called when an exception has ended the pass, before `backward()` raises it."""
         if self.backward is not None and self.backward.number == number:
             self.backward.failed = True
@@ -523,7 +523,7 @@ class CoreReducer:
     def set_sync(self, sync: bool) -> None:
         """Lets backward passes average from now on, or accumulate locally."""
         if sync != self.sync:
-            self.count_noted()
+            self.flush_deferred()
             self.sync = sync
 
     def set_joining(self, joining: bool) -> None:
@@ -541,7 +541,7 @@ class CoreReducer:
                 on_gradient(index)
             self.bucket_of[index].missing.discard(index)
         self.mark_unused(range(len(self.parameters)))
-        if without and not self.may_be_unused:
+        if without and not self.allows_unused:
             # Raised after the average, for which the other ranks wait.
             self.average.error = no_gradient(without, self.rank)
         self.by_hand = True
@@ -564,7 +564,7 @@ class CoreReducer:
         """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
         self.backward = None
         for bucket in self.all_buckets:
-            if not self._drops_at_once:  # it would write into the repeated step
+            if not self._abandon_in_flight:  # it would write into the repeated step
                 with suppress(RuntimeError):
                     bucket.wait()
             bucket.reset()

@@ -25,7 +25,7 @@ class ViewBucket(FlatBucket):
         self.packs_early: bool = not self._together
         # The tensors that become `.grad`. They are not `views`, whose memory must never change:
         # `module.half()` gives a `.grad` other memory.
-        self._lent = self.windows_of(self.flat)
+        self._grad_windows = self.windows_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
         self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
@@ -65,12 +65,12 @@ class ViewBucket(FlatBucket):
             for index in self._packed:
                 position = self._position[index]
                 _multiply(self.views[position], 1 / self._scale)
-                self._parameters[position].grad = self._lend(position)
+                self._parameters[position].grad = self._grad_window(position)
             self._packed.clear()
 
     def pack(self, plan: Averaging) -> Collection[int]:
         if self.state is not BucketState.FILLING:
-            raise self._again()
+            raise self._relaunch_error()
         self.op = plan.op
         gone: Collection[int] = ()
         if len(self._packed) < len(self.members):  # else each was packed when it was ready
@@ -84,8 +84,8 @@ class ViewBucket(FlatBucket):
         gradients = [*map(gradient_of, self._parameters)]
         if not (self._packed or self.unused or self.shared) and self._are_new(gradients):
             self._copy_scaled(self.views, gradients, scale)
-            for parameter, lent in zip(self._parameters, self._lent, strict=True):
-                parameter.grad = lent
+            for parameter, window in zip(self._parameters, self._grad_windows, strict=True):
+                parameter.grad = window
             return ()
         return self._pack_each(gradients, scale)
 
@@ -111,7 +111,9 @@ class ViewBucket(FlatBucket):
                 sources.append(gradient)
                 windows.append(view)
                 if index not in stays:
-                    parameter.grad = self._lend(position)  # frees the gradient's memory early
+                    parameter.grad = self._grad_window(
+                        position
+                    )  # frees the gradient's memory early
         self._copy_scaled(windows, sources, scale)
         if not (self._together or scale == 1):
             for view in in_place:
@@ -124,24 +126,24 @@ class ViewBucket(FlatBucket):
         return super().taken() - self._packed
 
     def _are_new(self, gradients: Sequence[Any]) -> bool:
-        """True, as in most passes, if no gradient is in the bucket but all windows to lend are."""
+        """True, as in most passes, if no gradient is in the bucket and each window is."""
         if any(map(is_, gradients, repeat(None))):
             return False
-        at, lent = self._addresses, [*map(torch.Tensor.data_ptr, self._lent)]
-        return lent == at and not any(map(eq, map(torch.Tensor.data_ptr, gradients), at))
+        at, windows = self._addresses, [*map(torch.Tensor.data_ptr, self._grad_windows)]
+        return windows == at and not any(map(eq, map(torch.Tensor.data_ptr, gradients), at))
 
     def unpack(self, used: Collection[int] | None = None) -> None:
         if self.state is BucketState.LANDED:
-            # In most passes `pack` has lent all windows already, or all can be lent.
-            can_lend = [*map(torch.Tensor.data_ptr, self._lent)] == self._addresses
-            there = can_lend and all(map(is_, map(gradient_of, self._parameters), self._lent))
-            if used is None and can_lend and not there:
-                for parameter, lent in zip(self._parameters, self._lent, strict=True):
-                    parameter.grad = lent
+            # In most passes each `.grad` is its window since `pack`, or can become it.
+            intact = [*map(torch.Tensor.data_ptr, self._grad_windows)] == self._addresses
+            there = intact and all(map(is_, map(gradient_of, self._parameters), self._grad_windows))
+            if used is None and intact and not there:
+                for parameter, window in zip(self._parameters, self._grad_windows, strict=True):
+                    parameter.grad = window
             elif not there:
                 for position, (index, parameter, _) in enumerate(self._rows):
                     if used is None or index in used:
-                        parameter.grad = self._lend(position)
+                        parameter.grad = self._grad_window(position)
         self.reset()
 
     def reset(self) -> None:
@@ -164,15 +166,15 @@ class ViewBucket(FlatBucket):
         for position, (index, parameter, view) in enumerate(self._rows):
             if index in saved:
                 view.copy_(saved[index])
-                parameter.grad = self._lend(position)
+                parameter.grad = self._grad_window(position)
 
-    def _lend(self, position: int) -> torch.Tensor:
-        # The program may have given the lent tensor other memory.
-        if self._lent[position].data_ptr() != self._addresses[position]:
+    def _grad_window(self, position: int) -> torch.Tensor:
+        # The program may have given the tensor other memory.
+        if self._grad_windows[position].data_ptr() != self._addresses[position]:
             view = self.views[position]
             window = view.as_strided(view.shape, view.stride(), view.storage_offset())
-            self._lent[position] = window
-        return self._lent[position]
+            self._grad_windows[position] = window
+        return self._grad_windows[position]
 
 
 def _multiply(tensor: torch.Tensor, factor: float) -> None:

@@ -368,7 +368,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             return True
         group = self._reducer.core.process_group or dist.group.WORLD
         is_one = group is not None and group.size() == 1
-        return is_one and self._reducer.core.sender.hook is average
+        return is_one and self._reducer.core.comm.hook is average
 
     def _movable(self, bucket: FlatBucket) -> list[torch.nn.Parameter]:
         groups = zip(self._groups_that_move(bucket), bucket.parameters(), strict=True)

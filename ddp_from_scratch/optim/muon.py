@@ -218,7 +218,7 @@ class Muon(torch.optim.Optimizer):
         """Returns the update of each matrix, computed by its owner. Collective."""
         ranks, rank, size = None, 0, 1
         if self._reducer is not None and not self._reducer.core.joining:
-            ranks = self._reducer.core.sender.group()
+            ranks = self._reducer.core.comm.open_group()
             rank, size = ranks.rank(), ranks.size()
             self._compare_dtypes(ranks, self._reducer.core.device)
         if not rows:

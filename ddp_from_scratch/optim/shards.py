@@ -149,7 +149,7 @@ class Shards(NoShards):
     @property
     def _group(self) -> dist.ProcessGroup:
         return (
-            self._reducer.core.sender.group()
+            self._reducer.core.comm.open_group()
         )  # not kept, as it would keep a closed group's threads alive
 
     @property
@@ -230,8 +230,8 @@ class Shards(NoShards):
     @contextmanager
     def averaging_with(self, hook: CommHook) -> Iterator[None]:
         """Uses a comm hook inside the context that may leave gradients local."""
-        sender = self._reducer.core.sender
-        before, state = sender.hook, sender.state
+        comm = self._reducer.core.comm
+        before, state = comm.hook, comm.state
         if self._reducer.tree_reduction is None and before is not average:
             raise RuntimeError("gradients that stay local cannot go through a comm hook")
         self._reducer.core.set_hook(hook, state)
@@ -272,7 +272,7 @@ class NodeShards(Shards):
 
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
         super().__init__(name, reducer, rule, overlap)
-        reducer.core.sender.check_free(name)
+        reducer.core.comm.require_unowned_hook(name)
         group = traits(self._group).native
         if group is None:
             raise ValueError(
@@ -293,7 +293,7 @@ class NodeShards(Shards):
         return self._shared.empty(numel, like.dtype, for_all=True)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
-        if clips or self._reducer.core.sender.sums:  # `step` needs the averages, or sums
+        if clips or self._reducer.core.comm.sums:  # `step` needs the averages, or sums
             return nullcontext()
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
         return self.averaging_with(_keep_local)
@@ -403,7 +403,7 @@ class WorldShards(Shards):
     def _make_hook(self, tree: Any) -> CommHook:
         """Returns a comm hook that averages only this rank's part of each bucket."""
 
-        @comm_hook(one_collective=True, takes_divided=tree is None)
+        @comm_hook(one_collective=True, prescaled=tree is None)
         def reduce_scatter(state: Any, bucket: FlatBucket) -> Future:
             group, buffer, bounds = self._group, bucket.flat, self._bounds[bucket]
             if not buffer.numel():

@@ -162,8 +162,8 @@ class Checks(Observer):
         if reducer.backward is not None or buckets[-1].state is not BucketState.FILLING:
             raise RuntimeError(f"the last backward pass on rank {rank} was interrupted: {AGAIN}")
         for bucket in buckets:
-            if bucket.noted:
-                reducer.count_noted()
+            if bucket.deferred:
+                reducer.flush_deferred()
             if len(bucket.missing) < len(bucket.members):
                 raise RuntimeError(
                     f"no gradient in the last backward pass on rank {rank} for: "

@@ -39,7 +39,7 @@ def allreduce_hook(process_group: Group, bucket: FlatBucket) -> Future:
     return average(process_group, bucket).then(lambda future: future.value()[0])
 
 
-@comm_hook(one_collective=True, takes_divided=True)
+@comm_hook(one_collective=True, prescaled=True)
 def fp16_compress_hook(process_group: Group, bucket: FlatBucket) -> Future:
     """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
 
@@ -52,7 +52,7 @@ def fp16_compress_hook(process_group: Group, bucket: FlatBucket) -> Future:
     return _compressed(torch.float16, process_group, bucket)
 
 
-@comm_hook(one_collective=True, takes_divided=True)
+@comm_hook(one_collective=True, prescaled=True)
 def bf16_compress_hook(process_group: Group, bucket: FlatBucket) -> Future:
     """Sends the bucket as bfloat16: half the bytes, 8 bits of precision, float32's range."""
     return _compressed(torch.bfloat16, process_group, bucket)

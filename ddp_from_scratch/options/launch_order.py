@@ -25,7 +25,7 @@ def has_fixed_order(reducer: CoreReducer) -> bool:
     """True if every rank launches its buckets at the same points of backward."""
     # They differ if the comm hook starts several collectives, or if a bucket is full earlier on a
     # rank with unused parameters.
-    return reducer.sender.concurrent and not reducer.may_be_unused
+    return reducer.comm.concurrent and not reducer.allows_unused
 
 
 def layers_with_groups(module: torch.nn.Module) -> list[torch.nn.Module]:
@@ -86,7 +86,7 @@ def check_overlap(
             continue
         if (other.process_group or dist.group.WORLD) is not group:
             what = "averages in another process group"
-        elif sums or other.sender.sums:
+        elif sums or other.comm.sums:
             what = 'has or gets reduce="sum", which would sum a gradient twice'
         else:
             continue
@@ -170,7 +170,7 @@ class OneOrder(LaunchOrder):
             return False
         if len(everyone) < 2:
             return True
-        unused = reducer.observer(Unused) if reducer.may_be_unused else None
+        unused = reducer.observer(Unused) if reducer.allows_unused else None
         if unused is not None and unused.hides_parameters:
             # A reentrant checkpoint hides parameters, also of other Reducers, until the pass ends.
             return False
@@ -219,7 +219,7 @@ class OneOrder(LaunchOrder):
         self.pass_ended()
         for other in living():
             if _runs(other, number):
-                other.break_off(number)
+                other.on_backward_error(number)
 
 
 def _running(reducer: CoreReducer) -> BackwardPass | None:

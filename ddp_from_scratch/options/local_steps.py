@@ -126,7 +126,7 @@ class StepsInHooks(Check):
 
     def on_begin(self) -> None:
         reducer: CoreReducer = self._reducer()
-        looks = reducer.iteration % _EVERY == 1 and reducer.sender.hook is average
+        looks = reducer.iteration % _EVERY == 1 and reducer.comm.hook is average
         self._before = [*map(_version, reducer.parameters)] if looks else None
 
     def verdict(self) -> RuntimeError | None:

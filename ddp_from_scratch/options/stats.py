@@ -31,10 +31,10 @@ class ReducerStats:
     @staticmethod
     def of(reducer: CoreReducer, backend: str) -> "ReducerStats":
         unused, hooks = reducer.observer(Unused), reducer.hooks
-        sender = reducer.sender
+        comm = reducer.comm
         # A user's comm hook sends through the group that it names, usually the Reducer's.
-        sends = sender.sends() if sender.through_group() else reducer.process_group
-        shared = traits(sends or dist.group.WORLD).shares_memory
+        group = comm.last_group() if comm.through_group() else reducer.process_group
+        shared = traits(group or dist.group.WORLD).shares_memory
         return ReducerStats(
             bucket_bytes=tuple(
                 sum(p.nbytes for p in bucket.parameters()) for bucket in reducer.all_buckets
@@ -48,8 +48,8 @@ class ReducerStats:
             gradient_as_bucket_view=bool(reducer.view_buckets),
             find_unused_parameters=unused is not None and unused.varies,
             static_graph=unused is not None and unused.is_static,
-            comm_hook=getattr(sender.hook, "__qualname__", str(sender.hook)),
-            reduce="sum" if sender.sums else "mean",
+            comm_hook=getattr(comm.hook, "__qualname__", str(comm.hook)),
+            reduce="sum" if comm.sums else "mean",
             hook_per_bucket=hooks is not None and hooks.per_bucket,
             transport="shared memory" if shared else backend,
         )

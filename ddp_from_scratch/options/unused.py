@@ -85,7 +85,7 @@ class Unused(Usage):
         self._last: _Forward | None = None  # the last walk's record, which a static graph reuses
 
     @property
-    def may_be_unused(self) -> bool:
+    def allows_unused(self) -> bool:
         return self.find_unused or self.is_static
 
     @property
@@ -105,7 +105,7 @@ class Unused(Usage):
     def prepare(self, outputs: object) -> None:
         """Hooks the nodes of all tensors in `outputs`. Walks their graph unless it is static."""
         # Transforms of torch.func accumulate nothing, and hide the parameters.
-        if not self.may_be_unused or torch._C._functorch.peek_interpreter_stack() is not None:
+        if not self.allows_unused or torch._C._functorch.peek_interpreter_stack() is not None:
             return
         # While all parameters are frozen, no average happens with a static graph, and its first
         # pass is still to come.
@@ -186,7 +186,7 @@ class Unused(Usage):
         return self.skip and self._has_agreed and self._used.isdisjoint(bucket.members)
 
     def mark_unused(self) -> None:
-        if self.may_be_unused:
+        if self.allows_unused:
             self._reducer().mark_unused(range(self._count))
 
     def agree_used(self) -> set[int] | None:
@@ -197,13 +197,13 @@ class Unused(Usage):
         inherited = {i for i in self._inherited if reducer.parameters[i].grad is not None} - used
         self._inherited = set()
         self._has_agreed = True
-        if not self.may_be_unused:
+        if not self.allows_unused:
             return None
         if self._used_by_any is not None:
             # `is_last_gradient` counts no gradients under no_sync(), but `used` holds them.
             self._unforeseen = used - self._used_by_any
             return self._used_by_any
-        group = reducer.sender.group()
+        group = reducer.comm.open_group()
         # Pinned memory, so that the copy is asynchronous and the host does not wait for the GPU.
         pinned = gpu.is_gpu(reducer.device)
         mine = torch.zeros(self._count, dtype=torch.int32, device="cpu", pin_memory=pinned)

@@ -13,10 +13,10 @@ _MOST = 1e100  # float64 ends at 1e308, and squares are summed
 
 def agree_weight(reducer: CoreReducer, amount: float) -> "GradientWeight":
     """Starts to sum all ranks' amounts. Collective. Raises as `Reducer.weight`."""
-    reducer.sender.check_free("weight() or join()")
+    reducer.comm.require_unowned_hook("weight() or join()")
     on_cpu = takes_cpu_tensors(reducer.process_group)
-    group = reducer.sender.group() if on_cpu else cpu_group(reducer.process_group)
-    return GradientWeight(amount, group, reducer.sender.sums)
+    group = reducer.comm.open_group() if on_cpu else cpu_group(reducer.process_group)
+    return GradientWeight(amount, group, reducer.comm.sums)
 
 
 class GradientWeight:

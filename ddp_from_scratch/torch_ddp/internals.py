@@ -146,4 +146,5 @@ class WrappedReducer(Reducer):
 class CopiedReducer(WrappedReducer):
     """The Reducer of a copy, which one rank may make alone."""
 
-    _meets = False  # Sharing memory is collective; the ranks meet when the copy first averages.
+    # Sharing memory is collective; the ranks meet when the copy first averages.
+    _collective_init = False

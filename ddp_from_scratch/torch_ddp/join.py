@@ -52,7 +52,7 @@ class JoinableReducer(Joinable, JoinHook, Observer):
         self.by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         scalers = kwargs.get("grad_scaler") or ()
         self._scalers = (scalers,) if isinstance(scalers, torch.amp.GradScaler) else [*scalers]
-        if self.reducer.core.sender.sums and not self.by_initial_world_size:
+        if self.reducer.core.comm.sums and not self.by_initial_world_size:
             raise ValueError(
                 "divide_by_initial_world_size=False divides by the number of ranks with data, and "
                 'reduce="sum" divides by nothing: leave it out'
@@ -97,7 +97,7 @@ class JoinableReducer(Joinable, JoinHook, Observer):
         self._averaged = nothing.total() != 0
         if self._averaged:
             self.reducer.core.set_joining(True)
-            _contribute_nothing(self.reducer.core, nothing)
+            _shadow_average(self.reducer.core, nothing)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Ends the context: no rank has data left."""
@@ -170,7 +170,7 @@ def will_average(reducer: CoreReducer) -> bool:
     return reducer.sync and any(parameter.requires_grad for parameter in reducer.parameters)
 
 
-def _contribute_nothing(reducer: CoreReducer, weight: GradientWeight) -> None:
+def _shadow_average(reducer: CoreReducer, weight: GradientWeight) -> None:
     """Joins the other ranks' next average with weight 0; keeps `.grad`. Raises as theirs."""
     reducer.set_weight(weight.value)
     reducer.mark_unused(range(len(reducer.parameters)))

@@ -82,7 +82,7 @@ class Logger:
             strings["rebuilt_bucket_sizes"] = sizes
             strings["rebuilt_per_bucket_param_indices"] = ", ".join(map(" ".join, buckets))
             strings["prev_iteration_grad_ready_order_indices"] = ", ".join(order)
-        if reducer.core.sender.hook is not average:
+        if reducer.core.comm.hook is not average:
             # torch's name of a built-in hook differs from the name of its function here.
             strings["comm_hook"] = self._comm_hook or stats.comm_hook
         if (error := self._error or reducer.last_error) is not None:

@@ -41,7 +41,7 @@ class Progress(NamedTuple):
             inside = shortened([names[index] for index in under_way[0].members], 3)
             waits = f"bucket {under_way[0].index()} of {len(buckets)} ({inside})"
         # Only unlaunched buckets: an unpacked one already counts its members as missing again.
-        missing = [sorted(b.missing.difference([*b.noted])) for b in buckets[launched:]]
+        missing = [sorted(b.missing.difference([*b.deferred])) for b in buckets[launched:]]
         count = len(names) - sum(map(len, missing))
         text = f"{count} of {len(names)} gradients have arrived"
         if missing and missing[0]:

@@ -116,7 +116,7 @@ def test_a_hook_has_one_bucket_under_way_unless_it_declares_one_collective(world
 
 @pytest.mark.parametrize("declared", [False, True])
 @on("gloo-2")
-def test_a_hook_divides_unless_it_declares_that_it_takes_divided_gradients(world, declared):
+def test_a_hook_divides_unless_it_declares_prescaled(world, declared):
     model = Terms(1)
     reducer = Reducer(model)
     told = []
@@ -126,7 +126,7 @@ def test_a_hook_divides_unless_it_declares_that_it_takes_divided_gradients(world
         bucket.buffer().mul_(1 if declared else 1 / world.world_size)
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
-    hook.takes_divided = declared
+    hook.prescaled = declared
     reducer.register_comm_hook(None, hook)
     model(own(world)).backward()
     assert told == [own(world) / (world.world_size if declared else 1)]

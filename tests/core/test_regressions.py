@@ -97,10 +97,10 @@ def test_a_timeline_may_outlast_its_reducers_hooks(world):
 
 def test_a_wrapper_of_a_hook_may_start_several_collectives(alone):
     reducer = Reducer(Terms(1))
-    assert reducer.core.sender.concurrent
+    assert reducer.core.comm.concurrent
     wrapper = functools.wraps(comm_hooks.average)(lambda state, bucket: None)
     reducer.register_comm_hook(None, wrapper)
-    assert not reducer.core.sender.concurrent
+    assert not reducer.core.comm.concurrent
 
 
 @on("gloo-2")
