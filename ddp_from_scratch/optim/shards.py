@@ -43,7 +43,7 @@ from ddp_from_scratch.optim.squares import BLOCK, padded_zeros, squares_of_block
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
 from ddp_from_scratch.options.checks import Checks
 from ddp_from_scratch.options.comm_hooks import Later
-from ddp_from_scratch.options.launch_order import living
+from ddp_from_scratch.options.launch_order import active_reducers
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import DriftCheck, Mark, check_sync, setting_text
 from ddp_from_scratch.sync.checksums import checksums, kind_of
@@ -349,7 +349,7 @@ class WorldShards(Shards):
     def _make_waits(self) -> ForwardWaits:
         # Reducers watch a module's tables, which now become others. Not if they have changed: the
         # next forward pass must raise.
-        found = [(reducer, reducer.observer(Checks)) for reducer in living()]
+        found = [(reducer, reducer.observer(Checks)) for reducer in active_reducers()]
         each = [(checks._snapshot, reducer.module) for reducer, checks in found if checks]
         unchanged = [(one, module) for one, module in each if not one.looks_different(True)]
         waits = ForwardWaits(self._reducer.module, self.synchronize, self._arriving)

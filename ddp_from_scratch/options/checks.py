@@ -34,7 +34,8 @@ from ddp_from_scratch.sync.check_sync import (
 # Mapped over all parameters before every forward pass, so they must not be Python functions.
 _version, _requires_grad = attrgetter("_version"), attrgetter("requires_grad")
 _traits = attrgetter("dtype", "device", "grad_dtype")
-_OFTEN = 10  # expensive checks run in each of the first 10 forward passes, then in every tenth
+# Expensive checks run in each of the first 10 forward passes, then in every tenth.
+_FULL_CHECK_EVERY = 10
 # Both put other tensors in the place of a module's parameters, until the call returns.
 _SUBSTITUTES = {
     inspect.unwrap(function).__code__
@@ -92,7 +93,7 @@ class Checks(Observer):
         if recomputing or not (torch.is_grad_enabled() or module.training):
             return
         self._forwards += 1
-        all_of_it = self._forwards <= _OFTEN or self._forwards % _OFTEN == 0
+        all_of_it = self._forwards <= _FULL_CHECK_EVERY or self._forwards % _FULL_CHECK_EVERY == 0
         snapshot = self._snapshot
         if snapshot.looks_different(all_of_it):
             difference = snapshot.difference(module, may_freeze=reducer.keeps_layout)
@@ -103,7 +104,7 @@ class Checks(Observer):
                 )
             look_for_layers(reducer)
         self.check_complete()
-        if self._forwards % _OFTEN == 1 and _in_distributed_autograd():
+        if self._forwards % _FULL_CHECK_EVERY == 1 and _in_distributed_autograd():
             raise RuntimeError(
                 f"a forward pass on rank {reducer.rank} runs inside "
                 f"torch.distributed.autograd.context(), whose backward() leaves .grad alone, so "

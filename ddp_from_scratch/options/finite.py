@@ -26,8 +26,11 @@ class FiniteCheck(Check):
 
     def on_packed(self, bucket: Bucket) -> None:
         reducer: CoreReducer = self._reducer()
-        gradients = bucket.views if isinstance(bucket, FlatBucket) else _sent(bucket, reducer)
-        (whole,) = [bucket.flat] if isinstance(bucket, FlatBucket) else gradients
+        if isinstance(bucket, FlatBucket):
+            whole, gradients = bucket.flat, bucket.views
+        else:
+            whole = _sent(bucket, reducer)
+            gradients = [whole]
         if whole.sum().isfinite():
             return
         for index, gradient in zip(bucket.members, gradients, strict=True):
@@ -58,11 +61,11 @@ class FiniteCheck(Check):
         self._first, self._parameters = None, 0
 
 
-def _sent(bucket: Bucket, reducer: CoreReducer) -> list[torch.Tensor]:
+def _sent(bucket: Bucket, reducer: CoreReducer) -> torch.Tensor:
     """Returns what a sparse bucket sends: the gathered rows, or a dense gradient."""
     (parameter,) = bucket.parameters()
     gradient = parameter.grad
     plan = reducer.average.plan
     if gradient is None or (plan is not None and plan.sends_zeros):
-        return [torch.zeros(1, device="cpu")]
-    return [gradient.coalesce().values() if gradient.is_sparse else gradient]
+        return torch.zeros(1, device="cpu")
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -18,9 +18,9 @@ from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.core.view_bucket import ViewBucket
 
-# The fewest weight elements of a fused layer. Below, the Python backward costs more than the copy
-# that it saves.
-_WORTH = 2**16
+# A layer is fused if its weight has at least this many elements. In smaller layers the Python
+# backward pass costs more time than the copy that it saves.
+_MIN_FUSED_NUMEL = 2**16
 
 
 class FusedWgrad(Observer):
@@ -91,7 +91,7 @@ def _is_plain(layer: Any) -> TypeGuard[Linear]:
         type(layer) is Linear
         and "forward" not in vars(layer)
         and layer.weight.is_floating_point()
-        and layer.weight.numel() >= _WORTH
+        and layer.weight.numel() >= _MIN_FUSED_NUMEL
     )
 
 

@@ -35,15 +35,15 @@ def layers_with_groups(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def communicate(reducer: CoreReducer) -> bool:
     """True if layers of the Reducer's module communicate in its group."""
-    found = reducer.observer(OneOrder)
+    found = reducer.observer(ReducerOrder)
     return found is not None and found.communicate()
 
 
 def look_for_layers(reducer: CoreReducer) -> None:
     """Makes the Reducer look at the layers of its module that communicate, if there are any."""
-    layers, found = layers_with_groups(reducer.module), reducer.observer(OneOrder)
+    layers, found = layers_with_groups(reducer.module), reducer.observer(ReducerOrder)
     if layers and found is None:
-        found = OneOrder()
+        found = ReducerOrder()
         reducer.add_observer(found)
     if found is not None:
         found.layers = layers
@@ -51,7 +51,7 @@ def look_for_layers(reducer: CoreReducer) -> None:
 
 # In the order of construction, which is the same on all ranks of a group. Not a list of weak
 # references: up to Python 3.11 the garbage collector may shorten it while it is copied.
-_made: "weakref.WeakValueDictionary[int, CoreReducer]" = weakref.WeakValueDictionary()
+_active: "weakref.WeakValueDictionary[int, CoreReducer]" = weakref.WeakValueDictionary()
 _replaced: "weakref.WeakSet[CoreReducer]" = weakref.WeakSet()
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -79,7 +79,7 @@ def check_overlap(
     """Raises a ValueError if another Reducer would give one of these another result."""
     group = process_group or dist.group.WORLD
     new = set(map(id, parameters.values()))
-    for other in living():
+    for other in active_reducers():
         ids = set(map(id, other.parameters))
         both = [name for name, parameter in parameters.items() if id(parameter) in ids]
         if not both or _replaces(module, new, other):
@@ -105,16 +105,16 @@ def add(reducer: CoreReducer, memory_of: dist.ProcessGroup | None) -> None:
     if memory_of is not None:
         _numbers[memory_of] = _numbers.get(memory_of, 0) + 1
     new = set(map(id, reducer.parameters))
-    for other in living():
+    for other in active_reducers():
         if _replaces(reducer.module, new, other):
             other.remove()
             remove(other)
             _replaced.add(other)
-    _made[id(reducer)] = reducer
-    everyone = living()
-    for each in everyone if len(everyone) > 1 else []:
-        if each.observer(OneOrder) is None:
-            each.add_observer(OneOrder())
+    _active[id(reducer)] = reducer
+    active = active_reducers()
+    for each in active if len(active) > 1 else []:
+        if each.observer(ReducerOrder) is None:
+            each.add_observer(ReducerOrder())
         if not new.isdisjoint(map(id, each.parameters)):
             each.set_shared(shared_parameters(each))
 
@@ -130,33 +130,35 @@ def check_current(reducer: CoreReducer) -> None:
 
 def remove(reducer: CoreReducer) -> None:
     """Removes a Reducer from the launch order. Idempotent."""
-    _made.pop(id(reducer), None)
+    _active.pop(id(reducer), None)
 
 
-def living() -> list[CoreReducer]:
+def active_reducers() -> list[CoreReducer]:
     """Returns the Reducers that are in use, in launch order."""
-    return [*_made.values()][::-1]
+    return [*_active.values()][::-1]
 
 
 def shared_parameters(reducer: CoreReducer) -> frozenset[int]:
     """Returns the indices of the parameters that another Reducer averages, too."""
-    others = [map(id, other.parameters) for other in living() if other is not reducer]
+    others = [map(id, other.parameters) for other in active_reducers() if other is not reducer]
     ids = set(chain.from_iterable(others))
     return frozenset(i for i, parameter in enumerate(reducer.parameters) if id(parameter) in ids)
 
 
-class OneOrder(LaunchOrder):
-    """Makes a Reducer launch after the Reducers before it, and end the pass together with them.
+class ReducerOrder(LaunchOrder):
+    """One order for several Reducers, and for a Reducer and the layers that communicate.
 
-    Holds full buckets back if layers communicate and the points of launch may differ.
+    A Reducer launches after those before it, and they end a pass together. Full buckets wait if
+    layers communicate and ranks may launch at different points of backward.
     """
 
     layers: Sequence[torch.nn.Module] = ()  # those of the Reducer's module with a group
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
-        # A pass, and the Reducers that launch before this one in it, with their iterations.
+        # The pass for which `_ahead` is known.
         self._pass: BackwardPass | None = None
+        # The Reducers that launch before this one in that pass, with their iterations.
         self._ahead: dict[CoreReducer, int] = {}
 
     def communicate(self) -> bool:
@@ -165,20 +167,20 @@ class OneOrder(LaunchOrder):
         return any((layer.process_group or dist.group.WORLD) is ours for layer in self.layers)
 
     def may_launch(self) -> bool:
-        reducer, everyone = self._reducer(), living()
+        reducer, active = self._reducer(), active_reducers()
         if not has_fixed_order(reducer) and self.communicate():
             return False
-        if len(everyone) < 2:
+        if len(active) < 2:
             return True
         unused = reducer.observer(Unused) if reducer.allows_unused else None
         if unused is not None and unused.hides_parameters:
             # A reentrant checkpoint hides parameters, also of other Reducers, until the pass ends.
             return False
-        if any(_is_inside(reducer, other) for other in everyone):
+        if any(_is_inside(reducer, other) for other in active):
             return False  # another inner pass may add to these gradients
         if self._pass is not reducer.backward:
             # The graph decides who takes part. Which Reducers have begun differs between ranks.
-            before = everyone[: everyone.index(reducer)] if reducer in everyone else []
+            before = active[: active.index(reducer)] if reducer in active else []
             self._ahead = {other: other.iteration for other in before if _takes_part(other)}
             self._pass = reducer.backward
         for other, iteration in self._ahead.items():
@@ -187,19 +189,19 @@ class OneOrder(LaunchOrder):
                 return False
             other.await_hook()
         fixed = all(has_fixed_order(each) for each in (reducer, *self._ahead))
-        return fixed or not any(communicate(r) and _takes_part(r) for r in everyone)
+        return fixed or not any(communicate(r) and _takes_part(r) for r in active)
 
     def end_backward(self) -> bool:
-        reducer, everyone = self._reducer(), living()
+        reducer, active = self._reducer(), active_reducers()
         if reducer.backward.failed:
             return False
-        for other in everyone:
+        for other in active:
             if _is_inside(reducer, other):
                 # The outer Reducer's buckets may come first: another rank may have launched them.
                 reducer.continue_in(other.backward)
                 return True
         number = reducer.backward.number
-        together = [r for r in everyone if _runs(r, number)]
+        together = [r for r in active if _runs(r, number)]
         if reducer not in together:  # removed in the middle of the pass
             together.append(reducer)
         # Launches all buckets before the first wait, because `finish` issues collectives, too.
@@ -217,7 +219,7 @@ class OneOrder(LaunchOrder):
 
     def pass_failed(self, number: int) -> None:
         self.pass_ended()
-        for other in living():
+        for other in active_reducers():
             if _runs(other, number):
                 other.on_backward_error(number)
 

@@ -34,15 +34,16 @@ class PowerSGDState:
         start: number of first averages that are sent in full.
         process_group: the ranks that take part; None means all.
         iteration: number of averages so far.
-        sent, of: number of elements that were sent, and of gradient elements they stand for.
+        elements_sent: number of elements that were sent.
+        elements_total: number of gradient elements that these stand for.
     """
 
     rank: int = 1
     start: int = 10
     process_group: dist.ProcessGroup | None = None
     iteration: int = 0
-    sent: int = 0
-    of: int = 0
+    elements_sent: int = 0
+    elements_total: int = 0
     # Keyed by parameter and not by bucket, because buckets are rebuilt.
     _errors: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
     _qs: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
@@ -192,7 +193,7 @@ def _average_in_low_rank(
     parts = [(q.t() @ m.t()).t() for (_, _, m), q in zip(matrices, qs_before, strict=True)]
     wire = _flat([*parts, *rest], buffer).mul_(scale)
     work = _all_reduce(wire, state, group)
-    state.of += buffer.numel()
+    state.elements_total += buffer.numel()
 
     # All ranks wait for buckets in the same order, so they issue the second collective in order.
     def finish() -> torch.Tensor:
@@ -220,7 +221,7 @@ def _average_in_low_rank(
 
 
 def _all_reduce(tensor: torch.Tensor, state: PowerSGDState, group: dist.ProcessGroup) -> dist.Work:
-    state.sent += tensor.numel()
+    state.elements_sent += tensor.numel()
     return of_member(dist.all_reduce(tensor, group=group, async_op=True))
 
 

@@ -61,13 +61,14 @@ class Unused(Usage):
         self.find_unused = find_unused
         self.is_static: bool = static
         self.skip: bool = skip
-        # The first average of these ranks skips no bucket, since gradients of one rank may predate
-        # its Reducer.
+        # True after the first average of these ranks. That one skips no bucket, since a rank may
+        # have gradients that are older than its Reducer.
         self._has_agreed = False
-        self._used: set[int] = set()  # since the last average, including passes under no_sync()
-        # Static graph only: what some rank used in the first average of these ranks, and what is
-        # used beyond that.
+        # Parameters used since the last average, including passes under no_sync().
+        self._used: set[int] = set()
+        # Static graph only: parameters that some rank used in the first average of these ranks.
         self._used_by_any: set[int] | None = None
+        # Static graph only: parameters used now that are not among those.
         self._unforeseen: set[int] = set()
 
     def attach(self, reducer: CoreReducer) -> None:
@@ -75,9 +76,10 @@ class Unused(Usage):
         self._count = len(reducer.parameters)
         # A `.grad` that is older than the Reducer is averaged, too, though no hook has seen it.
         self._inherited = {i for i, p in enumerate(reducer.parameters) if p.grad is not None}
-        # Static graph only: how many gradients each parameter had in the first pass (with
-        # checkpointing more than one), and has had in this one. So it is ready with its last one.
+        # Static graph only: how many gradients each parameter had in the first pass, with
+        # checkpointing perhaps more than one. A parameter is ready when it has had as many.
         self._expected: Counter[int] | None = None
+        # Static graph only: how many it has had in this pass.
         self._counted = Counter[int]()
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Weak: the hooks on a graph own its record, which disappears with the graph.

@@ -174,7 +174,7 @@ def test_other_and_small_layers_keep_their_forward(monkeypatch):
     class OwnLinear(nn.Linear):
         pass
 
-    monkeypatch.setattr(fused_wgrad, "_WORTH", 2**16)
+    monkeypatch.setattr(fused_wgrad, "_MIN_FUSED_NUMEL", 2**16)
     others = [nn.Linear(255, 257), nn.Embedding(256, 1024), OwnLinear(257, 256)]
     parametrized = parametrizations.weight_norm(nn.Linear(257, 256))
     model = nn.Sequential(nn.Linear(257, 256), *others, parametrized)

@@ -75,7 +75,7 @@ def test_a_gradient_of_that_rank_is_averaged_exactly(world, how):
         assert model.vector.grad.tolist() == pytest.approx([n * (n + 1) / 2] * 5)
         assert is_rank_0s(model.matrix.grad)
     assert state.iteration == 5
-    assert (state.sent, state.of) == (3 * (22 * 2 + 5), 3 * 125)
+    assert (state.elements_sent, state.elements_total) == (3 * (22 * 2 + 5), 3 * 125)
 
 
 @on("gloo-2")
@@ -137,7 +137,7 @@ def test_on_one_machine_nothing_is_compressed(world):
     for step in range(3):
         found, expected = (average_random(world, each, step) for each in (model, full))
         assert torch.equal(found, expected)
-    assert (state.iteration, state.sent, state.of) == (3, 0, 0)
+    assert (state.iteration, state.elements_sent, state.elements_total) == (3, 0, 0)
     # What was left out elsewhere, before a checkpoint, is sent at the first average that is finite.
     saved = {"iteration": 3, "qs": {}, "errors": {"matrix": torch.ones(12, 10)}}
     state.load_state_dict(model, saved)
@@ -177,5 +177,5 @@ def test_between_machines_their_means_are_compressed(world, sizes):
     for kind in ("errors", "qs"):
         first, second = (s.state_dict(m)[kind] for s, m in zip(states, models, strict=True))
         torch.testing.assert_close(first, second)
-    assert (states[0].sent, states[0].of) == (4 * (22 + 5), 4 * 125)
+    assert (states[0].elements_sent, states[0].elements_total) == (4 * (22 + 5), 4 * 125)
     assert is_rank_0s(models[0].matrix.grad)

@@ -62,7 +62,7 @@ def unchanged() -> Iterator[None]:
     before = _state()
     yield
     # An error that torch keeps in C++ keeps the Reducer that raised it.
-    for reducer in launch_order.living():
+    for reducer in launch_order.active_reducers():
         reducer.remove()
     for group in tuple(dist.distributed_c10d._world.pg_names):  # on all ranks in the same order
         if group not in opened:

@@ -70,7 +70,7 @@ def recorded(name: str, owner: Any = dist) -> Iterator[list[int]]:
 @contextmanager
 def as_large() -> Iterator[None]:
     """Gradients and layers are treated as large ones are, whatever their size."""
-    with patch.object(bucket, "_SMALL", 0), patch.object(fused_wgrad, "_WORTH", 0):
+    with patch.object(bucket, "_SMALL", 0), patch.object(fused_wgrad, "_MIN_FUSED_NUMEL", 0):
         yield
 
 
