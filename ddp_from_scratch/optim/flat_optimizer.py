@@ -22,7 +22,7 @@ from torch.autograd.graph import increment_version
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
-from ddp_from_scratch.optim.shards import SHARDS, NoShards
+from ddp_from_scratch.optim.shards import SHARDS, Unsharded
 from ddp_from_scratch.optim.squares import squares_of_gradients, total
 from ddp_from_scratch.optim.unflattened import Unflattened
 from ddp_from_scratch.optim.update_rules import (
@@ -57,8 +57,8 @@ class FlatOptimizer(torch.optim.Optimizer):
     The phases of a step:
 
     1. arrange: if the Reducer has rebuilt its buckets, or a parameter group has changed, parameters
-       move into flat tensors. Neighbours of one group form a *run*, in one tensor.
-    2. step the members of each run with flat calls.
+       move into flat tensors. Neighbours of one group form a *segment*, in one tensor.
+    2. step the members of each segment with flat calls.
     3. step the others where they are, with the same bits: members that are not in place (`.grad` is
        not the bucket's window, `.data` was replaced), then parameters in no bucket, and those that
        cannot move, such as 16-bit floats on a CPU (`unflattened.py`).
@@ -129,17 +129,16 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
         # True if the step under way averages over one rank, so over none.
-        self._is_alone = self._averages_alone()
-        if not self._is_alone:
+        self._is_one_rank = self._averages_over_one_rank()
+        if not self._is_one_rank:
             reducer.keep_bucket_views()
         self.shard: str = shard
         # Of the gradients of the last step; empty unless the next average compares ranks.
         self.gradient_marks: dict[torch.Tensor, Mark] = {}
-        self._runs = dict[FlatBucket, list[FlatParams]]()
+        self._segments = dict[FlatBucket, list[FlatParams]]()
         self._unflattened = list[Unflattened]()
-        # What `_arrange` has last arranged for; ids of parameters that share memory.
-        self._arranged_for: Any = None
-        self._shared = set[int]()
+        self._arranged_for: Any = None  # the buckets and groups of the last `_arrange`
+        self._shared = set[int]()  # ids of parameters that share memory
         name = type(self).__name__ if shard == "none" else f'{type(self).__name__}(shard="{shard}")'
         self._shards = SHARDS[shard](name, reducer, self._rule, overlap_forward)
         self._check_groups()
@@ -175,9 +174,9 @@ class FlatOptimizer(torch.optim.Optimizer):
             self._shards.mark_loaded(state["state"])
         super().__setstate__(state)
         if "_reducer" not in self.__dict__:  # in a copy
-            self._reducer, self.shard, self._runs, self.gradient_marks = None, "none", {}, {}
-            self._unflattened, self._arranged_for, self._is_alone = [], None, True
-            self._shards = NoShards(type(self).__name__, None, self._rule)
+            self._reducer, self.shard, self._segments, self.gradient_marks = None, "none", {}, {}
+            self._unflattened, self._arranged_for, self._is_one_rank = [], None, True
+            self._shards = Unsharded(type(self).__name__, None, self._rule)
 
     def _check_loaded(
         self, states: Mapping[torch.Tensor, dict[str, Any]], groups: Sequence[dict[str, Any]]
@@ -199,8 +198,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         """Returns torch's `state_dict()`, with the whole state. With shard="world" collective."""
         packed: dict[str, Any] = self._own_state_dict()
         index_of = {id(p): index for index, p in enumerate(self._parameters())}
-        for runs in self._runs.values():
-            for parameter, whole in self._shards.whole_state(runs, self.state).items():
+        for segments in self._segments.values():
+            for parameter, whole in self._shards.whole_state(segments, self.state).items():
                 index = index_of[id(parameter)]
                 packed["state"][index] = {**packed["state"][index], **whole}
         return packed
@@ -215,20 +214,20 @@ class FlatOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # A `_BackwardAndStep` has stepped the runs during backward, at whose end the Reducer may
+        # A `_BackwardAndStep` has stepped the segments during backward. At its end the Reducer may
         # have rebuilt its buckets. The step ends in the layout in which it began.
         self.gradient_marks = {}
         if not isinstance(closure, _BackwardAndStep):
             self._arrange()
-            if not self._is_alone:
+            if not self._is_one_rank:
                 self.gradient_marks = self._shards.mark_gradients(self._parameters())
-            for bucket in self._runs:
+            for bucket in self._segments:
                 self._step_bucket(bucket)
-        if self._is_alone:
+        if self._is_one_rank:
             self._shards.check_step()
             self._shards.forget_loaded()
         else:
-            self._shards.end_step(list(self._runs), self.param_groups)
+            self._shards.end_step(list(self._segments), self.param_groups)
         for unflattened in self._unflattened:
             unflattened.step(self.state, self.param_groups[unflattened.group])
         return loss
@@ -256,7 +255,7 @@ class FlatOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
         self._arrange(max_norm)
         backward = _BackwardAndStep(loss, self, self._reducer, max_norm)
-        if self._is_alone:
+        if self._is_one_rank:
             self.step(backward)  # so that hooks and schedulers see one step
             self._drop_gradients(self._buckets)
         else:
@@ -275,30 +274,30 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _clip(self, max_norm: float) -> torch.Tensor:
-        runs = list(self._runs.values())
-        if self._is_alone:
+        segments = list(self._segments.values())
+        if self._is_one_rank:
             # As if they were in flat tensors: the norm has the same bits on any number of ranks.
             members = [self._movable(bucket) for bucket in self._buckets]
             squares = total([squares_of_gradients(each) for each in members if each])
             flat = {*map(id, chain.from_iterable(members))}
         else:
-            squares = self._shards.sum_of_squares(runs)
+            squares = self._shards.sum_of_squares(segments)
             flat = {
-                id(run.parameters[index])
-                for run in chain.from_iterable(runs)
-                for index in self._shards.members(run)
+                id(segment.parameters[index])
+                for segment in chain.from_iterable(segments)
+                for index in self._shards.members(segment)
             }
         gradients = [(id(p), p.grad) for p in self._parameters() if p.grad is not None]
-        apart = [gradient for key, gradient in gradients if key not in flat]
-        for gradient in apart:
+        separate = [gradient for key, gradient in gradients if key not in flat]
+        for gradient in separate:
             values = gradient.coalesce().values() if gradient.is_sparse else gradient
             squares = squares + values.abs().double().square().sum()
         norm = squares.sqrt()
         # As in torch.nn.utils.clip_grad_norm_.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for run in chain.from_iterable(runs):
-            run.scale_gradients(factor)
-        for gradient in [g for _, g in gradients] if self._is_alone else apart:
+        for segment in chain.from_iterable(segments):
+            segment.scale_gradients(factor)
+        for gradient in [g for _, g in gradients] if self._is_one_rank else separate:
             gradient.mul_(factor)
         return norm
 
@@ -327,24 +326,24 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _arrange(self, max_norm: float | None = None) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
         self._shards.begin_step(max_norm)
-        was_alone, self._is_alone = self._is_alone, self._averages_alone()
-        if self._reducer is not None and was_alone and not self._is_alone:
+        was_one_rank, self._is_one_rank = self._is_one_rank, self._averages_over_one_rank()
+        if self._reducer is not None and was_one_rank and not self._is_one_rank:
             self._reducer.keep_bucket_views()
-        buckets = () if self._is_alone else self._buckets
+        buckets = () if self._is_one_rank else self._buckets
         groups = [[*map(id, group["params"])] for group in self.param_groups]
         if (buckets, groups) == self._arranged_for:
             return
         self._check_groups()
-        if not self._is_alone:
+        if not self._is_one_rank:
             self._shards.before_arranging()
-        before = list(self._runs.values())
+        before = list(self._segments.values())
         # Includes parameters in no bucket, which may share memory with one that would move.
         self._shared = overlapping(list(self._parameters()))
-        self._runs = {bucket: self._make_runs(bucket) for bucket in buckets}
+        self._segments = {bucket: self._make_segments(bucket) for bucket in buckets}
         moved: dict[torch.Tensor, tuple[FlatParams, int]] = {
-            parameter: (run, index)
-            for run in chain.from_iterable(self._runs.values())
-            for index, parameter in enumerate(run.parameters)
+            parameter: (segment, index)
+            for segment in chain.from_iterable(self._segments.values())
+            for index, parameter in enumerate(segment.parameters)
         }
         others = [[p for p in group["params"] if p not in moved] for group in self.param_groups]
         self._unflattened = [
@@ -352,17 +351,17 @@ class FlatOptimizer(torch.optim.Optimizer):
             for index, parameters in enumerate(others)
             if parameters
         ]
-        if not self._is_alone:
-            self._shards.arranged(self._runs, [*chain.from_iterable(others)])
-        for runs in before:  # bucket by bucket, since the whole state may not fit into memory
-            for parameter, whole in self._shards.whole_state(runs, self.state).items():
+        if not self._is_one_rank:
+            self._shards.arranged(self._segments, [*chain.from_iterable(others)])
+        for segments in before:  # bucket by bucket, since the whole state may not fit into memory
+            for parameter, whole in self._shards.whole_state(segments, self.state).items():
                 self.state[parameter].update(whole)
                 if parameter in moved:
-                    run, index = moved[parameter]
-                    run.gather([index], self.state, self.param_groups[run.group])
+                    segment, index = moved[parameter]
+                    segment.gather([index], self.state, self.param_groups[segment.group])
         self._arranged_for = (buckets, groups)
 
-    def _averages_alone(self) -> bool:
+    def _averages_over_one_rank(self) -> bool:
         """True if the gradients of one rank are their own averages: also in a copy."""
         if self._reducer is None:
             return True
@@ -380,20 +379,20 @@ class FlatOptimizer(torch.optim.Optimizer):
         shared = self._shared
         return [g if can_move(p, view) and id(p) not in shared else None for g, p, view in rows]
 
-    def _make_runs(self, bucket: FlatBucket) -> list[FlatParams]:
-        """Moves the bucket's parameters into runs of one group each, except those that cannot."""
+    def _make_segments(self, bucket: FlatBucket) -> list[FlatParams]:
+        """Moves the bucket's parameters into segments of one group, except those that cannot."""
         groups = self._groups_that_move(bucket)
         offsets, itemsize = bucket.offsets, bucket.flat.itemsize
         cuts = [0]
         for i in range(1, len(groups)):
             odd = (offsets[i] - offsets[cuts[-1]]) * itemsize % CACHE_LINE != 0
-            # A part that begins inside a piece might not begin at a cache line of a parameter.
-            apart = odd and self._shards.cuts and not self._rule.exact_anywhere
-            if apart or groups[i] != groups[i - 1]:
+            # A part that begins inside a chunk might not begin at a cache line of a parameter.
+            separate = odd and self._shards.cuts and not self._rule.exact_anywhere
+            if separate or groups[i] != groups[i - 1]:
                 cuts.append(i)
-        allocate, place = self._shards.allocate, self._shards.places(bucket)
+        for_state, for_parameters = self._shards.allocate, self._shards.allocator(bucket)
         return [
-            FlatParams(bucket, slice(begin, end), group, self._rule, allocate, place)
+            FlatParams(bucket, slice(begin, end), group, self._rule, for_state, for_parameters)
             for begin, end in pairwise([*cuts, len(groups)])
             if (group := groups[begin]) is not None
         ]
@@ -402,19 +401,19 @@ class FlatOptimizer(torch.optim.Optimizer):
         index_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
         return [index_of.get(id(parameter)) for parameter in bucket.parameters()]
 
-    # 2. step each run ---------------------------------------------------------------------------
+    # 2. step each segment -------------------------------------------------------------------------
 
     @torch.no_grad()
     def _step_bucket(self, bucket: Bucket) -> None:
-        for run in self._runs.get(bucket, ()) if isinstance(bucket, FlatBucket) else ():
-            group, parameters = self.param_groups[run.group], run.parameters
-            members = self._shards.members(run)
-            stretches = run.gather(members, self.state, group)
-            self._shards.step(run, stretches, group)
-            if "step" in run.state:
-                run.count(stretches)
+        for segment in self._segments.get(bucket, ()) if isinstance(bucket, FlatBucket) else ():
+            group, parameters = self.param_groups[segment.group], segment.parameters
+            members = self._shards.members(segment)
+            spans = segment.gather(members, self.state, group)
+            self._shards.step(segment, spans, group)
+            if "step" in segment.state:
+                segment.count(spans)
             if len(members) < len(parameters):
-                self._step_out_of_place(run, members, group)
+                self._step_out_of_place(segment, members, group)
                 parameters = [parameters[index] for index in members]
             # Autograd counts writes to a parameter, but not those through other tensors.
             increment_version(parameters)
@@ -422,10 +421,10 @@ class FlatOptimizer(torch.optim.Optimizer):
     # 3. the others ------------------------------------------------------------------------------
 
     def _step_out_of_place(
-        self, run: FlatParams, in_place: Sequence[int], group: dict[str, Any]
+        self, segment: FlatParams, in_place: Sequence[int], group: dict[str, Any]
     ) -> None:
-        for index in sorted({*range(len(run.parameters))}.difference(in_place)):
-            parameter = run.parameters[index]
+        for index in sorted({*range(len(segment.parameters))}.difference(in_place)):
+            parameter = segment.parameters[index]
             if parameter.grad is not None:
                 state = self.state[parameter] if self._rule.state_names(group) else {}
                 self._rule.step(parameter, parameter.grad, state, group)
@@ -459,9 +458,9 @@ class _BackwardAndStep:
         if self._clip is not None:
             if bucket is not self._reducer.core.all_buckets[-1]:
                 return
-            landed, self.norm = [*optimizer._runs], optimizer._clip(self._clip)
+            landed, self.norm = [*optimizer._segments], optimizer._clip(self._clip)
         for each in landed:
-            if isinstance(each, FlatBucket) and each in optimizer._runs:
+            if isinstance(each, FlatBucket) and each in optimizer._segments:
                 optimizer._step_bucket(each)
                 optimizer._drop_gradients([each])
 

@@ -1,21 +1,21 @@
 """Flat parameters and state: neighbours in a bucket share one tensor and are stepped together.
 
-bucket.buffer   |<- fc2.bias ->|<------ fc2.weight ------>|<- fc1.bias ->| ...
-run.gradient    |<- fc2.bias ->|<------ fc2.weight ------>|    a part of the buffer
-run.flat        |<- fc2.bias ->|<------ fc2.weight ------>|    every `.data` is a window of it
-momentum        |<- fc2.bias ->|<------ fc2.weight ------>|    so is every state: "exp_avg", ...
+bucket.buffer       |<- fc2.bias ->|<------ fc2.weight ------>|<- fc1.bias ->| ...
+segment.gradient    |<- fc2.bias ->|<------ fc2.weight ------>|    a part of the buffer
+segment.flat        |<- fc2.bias ->|<------ fc2.weight ------>|    every `.data` is a window of it
+momentum            |<- fc2.bias ->|<------ fc2.weight ------>|    so is every state: "exp_avg", ...
 
 Parameters begin at cache lines. After a parameter whose size is not a multiple of a cache line,
-`flat` has a gap that the gradients do not have, and a *piece* ends. One call steps all pieces:
+`flat` has a gap that the gradients do not have, and a *chunk* ends. One call steps all chunks:
 
-run.gradient    |<- bias ->|<------- weight ------->|<- bias ->|
-run.flat        |<- bias ->|  |<------- weight ------->|  |<- bias ->|
+segment.gradient    |<- bias ->|<------- weight ------->|<- bias ->|
+segment.flat        |<- bias ->|  |<------- weight ------->|  |<- bias ->|
 
-If ranks divide the state, a rank has that of its own part alone:
+If ranks divide the state, a rank has only that of its own part:
 
-run.flat        |<- fc2.bias ->|  |<------ fc2.weight ------>|
-run.own                           |<--- own --->|
-momentum                          |<----------->|
+segment.flat        |<- fc2.bias ->|  |<------ fc2.weight ------>|
+segment.own                           |<--- own --->|
+momentum                              |<----------->|
 """
 
 from bisect import bisect
@@ -30,14 +30,15 @@ from ddp_from_scratch.common.memory import grad_dtype
 from ddp_from_scratch.core.bucket import FlatBucket, gradient_of
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule, check_state
 
-# Neighbours of one age in a run: the members `first` to `last - 1`, and their age (`UpdateRule`).
-Stretch: TypeAlias = tuple[int, int, int]
+# Neighbours in a segment with equal `num_steps` (`UpdateRule`): the members `first` to `last - 1`,
+# and `num_steps`.
+Span: TypeAlias = tuple[int, int, int]
 
 _address, _strides = torch.Tensor.data_ptr, torch.Tensor.stride
 
 
 class FlatParams:
-    """A run: neighbours in a bucket that belong to one parameter group, in one flat tensor.
+    """A segment: neighbours in a bucket that belong to one parameter group, in one flat tensor.
 
     Each member begins at a cache line, as in torch's own allocations. Elsewhere BLAS rounds matrix
     products differently, and a step may round other elements as its last ones.
@@ -60,34 +61,37 @@ class FlatParams:
         # Where members begin in the gradient, and the last one's end, in elements.
         self._offsets = [0, *accumulate(parameter.numel() for parameter in self.parameters)]
         self.gradient: torch.Tensor = bucket.flat[begin : begin + self._offsets[-1]]
-        # Where each member begins in the flat tensor, and the members with which pieces begin.
         self._line = CACHE_LINE // self.gradient.itemsize
-        self._begins, self._pieces, end = [], [0], 0
+        # Where each member begins in `flat`.
+        self._begins: list[int] = []
+        # The members with which chunks begin, and the number of members.
+        self._chunks, end = [0], 0
         for index, parameter in enumerate(self.parameters):
             if end % self._line:
                 end = self._round_up(end)
-                self._pieces.append(index)
+                self._chunks.append(index)
             self._begins.append(end)
             end += parameter.numel()
-        self._pieces.append(len(self.parameters))
+        self._chunks.append(len(self.parameters))
         self.flat: torch.Tensor = allocate_parameters(self._round_up(end), self.gradient)
-        self.places: list[torch.Tensor] = self.windows(self.flat)
+        self.param_views: list[torch.Tensor] = self.windows(self.flat)
         self.own: range = range(self.flat.numel())  # the elements of `flat` that this rank steps
-        self._own_gradient = 0, self.gradient  # where its part of the gradient begins, and the part
+        # Where this rank's part of the gradient begins, and the part.
+        self._own_gradient = 0, self.gradient
         # State by key: a flat tensor, and a window for each member. Allocated when needed.
         self.state: dict[str, tuple[torch.Tensor, Sequence[torch.Tensor]]] = {}
-        # The state of the step under way, which `gather` sets: all, and without "step".
+        # The names of the state in the step under way. `gather` sets them.
         self._all_names: tuple[str, ...] = ()
-        self._names: tuple[str, ...] = ()
-        # Columns of a step of all members, by the names of their state.
+        self._names: tuple[str, ...] = ()  # those without "step"
+        # Columns of a step of all members, by `_names`.
         self._all_columns: dict[tuple[str, ...], list[list[torch.Tensor]]] = {}
         # The parameters stay the same objects, which the module and other optimizers hold.
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            place.copy_(parameter)
-            parameter.data = place
+        for parameter, view in zip(self.parameters, self.param_views, strict=True):
+            view.copy_(parameter)
+            parameter.data = view
         # `in_place` checks every parameter in every step, so these are cached.
-        self._everyone = [*range(len(self.parameters))]
-        self._places_at = [*map(_address, self.places)]
+        self._all_members = [*range(len(self.parameters))]
+        self._params_at = [*map(_address, self.param_views)]
         self._gradients_at = [*map(_address, self.gradients)]
         self._strides = [*map(_strides, self.gradients)]
 
@@ -104,18 +108,18 @@ class FlatParams:
 
     def own_only(self, begin: int, end: int) -> None:
         """Limits steps and state to these elements of `flat`, which begin at cache lines."""
-        begin, end = (min(max(place, 0), self.flat.numel()) for place in (begin, end))
+        begin, end = (min(max(at, 0), self.flat.numel()) for at in (begin, end))
         self.own = range(begin, end)
         first = self.gradients_before(begin)
         self._own_gradient = first, self.gradient[first : self.gradients_before(end)]
 
-    def gradients_before(self, place: int) -> int:
+    def gradients_before(self, position: int) -> int:
         """Returns how many elements of the gradient belong to elements of `flat` before this."""
-        if place <= 0:
+        if position <= 0:
             return 0
-        piece = bisect(self._pieces[:-1], place, key=self._begins.__getitem__) - 1
-        first, end = self._pieces[piece], self._pieces[piece + 1]
-        return min(self._offsets[first] + place - self._begins[first], self._offsets[end])
+        chunk = bisect(self._chunks[:-1], position, key=self._begins.__getitem__) - 1
+        first, end = self._chunks[chunk], self._chunks[chunk + 1]
+        return min(self._offsets[first] + position - self._begins[first], self._offsets[end])
 
     def _own_part(self, index: int) -> slice:
         """Returns which elements of a member, in the order of memory, this rank steps."""
@@ -128,7 +132,7 @@ class FlatParams:
         return max(int(part.stop) - int(part.start), 0)
 
     def copy_gradients(self, members: Sequence[int], target: torch.Tensor) -> None:
-        """Copies this rank's part of the gradients to the places of the parameters in `flat`."""
+        """Copies this rank's part of the gradients to where the parameters are in `flat`."""
         for index in members:
             part, begin, offset = self._own_part(index), self._begins[index], self._offsets[index]
             source = self.gradient[offset + part.start : offset + part.stop]
@@ -145,20 +149,20 @@ class FlatParams:
         # No Python call for each parameter: in most steps, all are in place.
         if (
             not any(map(is_, gradients, repeat(None)))
-            and [*map(_address, parameters)] == self._places_at
+            and [*map(_address, parameters)] == self._params_at
             and [*map(_address, gradients)] == self._gradients_at
             and [*map(_strides, parameters)] == self._strides
             and [*map(_strides, gradients)] == self._strides
             and not (self.flat.is_complex() and any(map(torch.is_conj, gradients)))
         ):
-            return self._everyone
-        at = self._places_at, self._gradients_at, self._strides
+            return self._all_members
+        at = self._params_at, self._gradients_at, self._strides
         rows = zip(parameters, gradients, *at, strict=True)
         return [
             index
-            for index, (parameter, gradient, place_at, gradient_at, strides) in enumerate(rows)
+            for index, (parameter, gradient, param_at, gradient_at, strides) in enumerate(rows)
             if gradient is not None
-            and parameter.data_ptr() == place_at
+            and parameter.data_ptr() == param_at
             and gradient.data_ptr() == gradient_at
             and parameter.stride() == strides
             and gradient.stride() == strides
@@ -170,41 +174,44 @@ class FlatParams:
         members: Sequence[int],
         states: Mapping[torch.Tensor, dict[str, Any]],
         group: dict[str, Any],
-    ) -> list[Stretch]:
-        """Moves these members' state into flat tensors, and groups neighbours of one age."""
+    ) -> list[Span]:
+        """Moves these members' state into flat tensors.
+
+        Returns neighbours with equal `num_steps`.
+        """
         names = self._rule.state_names(group)
         if names != self._all_names:
             self._all_names = names
             self._names = tuple(name for name in names if name != "step")
-        ages = [1] * len(self.parameters)
+        step_counts = [1] * len(self.parameters)
         for name in names:
             if name not in self.state:
                 self.state[name] = self._make_state(name)
-            places = self.state[name][1]
+            views = self.state[name][1]
             for index in members:
-                state, place = states[self.parameters[index]], places[index]
+                state, view = states[self.parameters[index]], views[index]
                 held = state.get(name)
-                if held is place:
+                if held is view:
                     continue
                 if name == names[0]:
                     check_state(self.parameters[index], state, names, self._own_numel(index))
                 if held is None:
-                    place.zero_()
-                    ages[index] = 0
+                    view.zero_()
+                    step_counts[index] = 0
                 else:  # from a checkpoint, or an earlier layout of the buckets
-                    place.copy_(held if held.shape == place.shape else self._part_of(held, index))
-                state[name] = place
+                    view.copy_(held if held.shape == view.shape else self._part_of(held, index))
+                state[name] = view
         if "step" in names:
-            ages = list(map(int, self.state["step"][0].tolist()))
-        if len(members) == len(ages) and len(set(ages)) == 1:
-            return [(0, len(ages), ages[0])]
+            step_counts = list(map(int, self.state["step"][0].tolist()))
+        if len(members) == len(step_counts) and len(set(step_counts)) == 1:
+            return [(0, len(step_counts), step_counts[0])]
         # Neighbours have the same distance between index and position in `members`.
-        stretches = groupby(enumerate(members), lambda row: (row[1] - row[0], ages[row[1]]))
-        parts = [(age, [index for _, index in rows]) for (_, age), rows in stretches]
-        return [(part[0], part[-1] + 1, age) for age, part in parts]
+        spans = groupby(enumerate(members), lambda row: (row[1] - row[0], step_counts[row[1]]))
+        parts = [(num_steps, [index for _, index in rows]) for (_, num_steps), rows in spans]
+        return [(part[0], part[-1] + 1, num_steps) for num_steps, part in parts]
 
     def _make_state(self, name: str) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Returns memory for a kind of state, and each member's place in it."""
+        """Returns memory for a kind of state, and each member's part of it."""
         if name == "step":
             steps = torch.zeros(len(self.parameters), device="cpu")  # Python reads them
             return steps, steps.unbind()
@@ -230,7 +237,7 @@ class FlatParams:
 
     def update(
         self,
-        stretches: Sequence[Stretch],
+        spans: Sequence[Span],
         group: dict[str, Any],
         begin: int | None = None,
         gradient: torch.Tensor | None = None,
@@ -242,7 +249,7 @@ class FlatParams:
         names = self._names
         if begin is None or gradient is None:
             begin, gradient = self._own_gradient
-        for first, last, age in stretches:
+        for first, last, num_steps in spans:
             is_own = gradient is self._own_gradient[1]
             whole = is_own and (first, last) == (0, len(self.parameters))
             columns = self._all_columns.get(names) if whole else None
@@ -251,25 +258,25 @@ class FlatParams:
                 if whole:
                     self._all_columns[names] = columns
             if columns[0]:
-                self._rule.update_flat(columns, age, group)
+                self._rule.update_flat(columns, num_steps, group)
 
     def _columns(
         self, first: int, last: int, names: Sequence[str], begin: int, gradient: torch.Tensor
     ) -> list[list[torch.Tensor]]:
-        """Cuts these members, their part of the gradient and their state into pieces."""
+        """Cuts these members, their part of the gradient and their state into chunks."""
         states = [self.state[name][0] for name in names]
         columns: list[list[torch.Tensor]] = [[] for _ in range(len(states) + 2)]
-        for piece, next_piece in pairwise(self._pieces):
-            if next_piece <= first or piece >= last:
+        for chunk, next_chunk in pairwise(self._chunks):
+            if next_chunk <= first or chunk >= last:
                 continue
-            low = max(self._offsets[max(first, piece)], begin)
-            high = min(self._offsets[min(last, next_piece)], begin + gradient.numel())
+            low = max(self._offsets[max(first, chunk)], begin)
+            high = min(self._offsets[min(last, next_chunk)], begin + gradient.numel())
             if low >= high:
                 continue
-            shift = self._begins[piece] - self._offsets[piece]
+            shift = self._begins[chunk] - self._offsets[chunk]
             # Extends into the gap, so that the fused kernel also steps the last cache line.
             full = self._round_up(high + shift) - shift
-            if self._rule.exact_anywhere and high == self._offsets[next_piece]:
+            if self._rule.exact_anywhere and high == self._offsets[next_chunk]:
                 high = full if full <= begin + gradient.numel() else high
             at = shift - self.own.start
             state = (flat[low + at : high + at] for flat in states)
@@ -279,8 +286,8 @@ class FlatParams:
                 column.append(part)
         return columns
 
-    def count(self, stretches: Sequence[Stretch]) -> None:
-        for first, last, _ in stretches:
+    def count(self, spans: Sequence[Span]) -> None:
+        for first, last, _ in spans:
             self.state["step"][0][first:last].add_(1)
 
 

@@ -7,7 +7,7 @@ r"""Which part of a step each rank does: all of it, or a share whose results all
 
 - "none": every rank steps everything.
 - "node": a machine's ranks have one copy of parameters and state, and each steps its share of it. A
-  chunk of the average exists only in the cache of the rank that steps with it. With several
+  part of the average exists only in the cache of the rank that steps with it. With several
   machines, the ranks with the same share on each machine average it.
 - "world": every rank has all parameters, but only its share of the state. Gradients are
   reduce-scattered, each rank steps its share, and the parameters are all-gathered.
@@ -37,7 +37,7 @@ from ddp_from_scratch.common.group import (
 from ddp_from_scratch.common.memory import as_real, grad_dtype, in_huge_pages, same_memory, zeros
 from ddp_from_scratch.core.bucket import CommHook, FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average, comm_hook
-from ddp_from_scratch.optim.flat_params import FlatParams, Stretch, can_move, overlapping
+from ddp_from_scratch.optim.flat_params import FlatParams, Span, can_move, overlapping
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.squares import BLOCK, padded_zeros, squares_of_blocks, total
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
@@ -48,41 +48,43 @@ from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import DriftCheck, Mark, check_sync, setting_text
 from ddp_from_scratch.sync.checksums import checksums, kind_of
 
-# The runs of a bucket, one behind the other.
-Runs: TypeAlias = Sequence[FlatParams]
+# The segments of a bucket, one behind the other.
+Segments: TypeAlias = Sequence[FlatParams]
 Allocate: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
 States: TypeAlias = Mapping[torch.Tensor, dict[str, Any]]
 
-# Bytes of a bucket.
-_WORTH_A_MESSAGE = 2**21
+# A bucket of at most this many bytes travels in the message of the checksums.
+_MAX_CARRIED_NBYTES = 2**21
 
 
-class NoShards:
-    """Every rank has all parameters and state, and steps all of them."""
+class ShardPolicy:
+    """What a rank does of a step. A class that overrides nothing does all of it alone."""
 
-    cuts = False  # True if a chunk of a run's gradient may begin at any cache line of it
+    cuts = False  # True if ranks may divide a segment's gradient at any of its cache lines
     _max_norm: float | None = None  # of the step under way
 
     def __init__(self, name: str, reducer: Any, rule: UpdateRule, overlap: bool = False) -> None:
         self._name, self._reducer, self._rule, self._overlap = name, reducer, rule, overlap
 
     def before_arranging(self) -> None: ...
-    def places(self, bucket: FlatBucket) -> Allocate:
-        """Returns a function that makes memory for the parameters of each run, in order."""
+    def allocator(self, bucket: FlatBucket) -> Allocate:
+        """Returns a function that makes memory for the parameters of each segment, in order."""
         return self.allocate
 
     def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         """Makes memory for state."""
         return in_huge_pages(like.new_empty(numel))
 
-    def arranged(self, runs: Mapping[FlatBucket, Runs], alone: Sequence[torch.Tensor]) -> None: ...
+    def arranged(
+        self, segments: Mapping[FlatBucket, Segments], unflattened: Sequence[torch.Tensor]
+    ) -> None: ...
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
         """A context for the backward pass of `backward_and_step`."""
         return nullcontext()
 
-    def members(self, run: FlatParams) -> list[int]:
+    def members(self, segment: FlatParams) -> list[int]:
         """Returns the members that a flat call can step."""
-        return run.in_place()
+        return segment.in_place()
 
     def mark_loaded(self, states: States) -> None:
         """Notes the whole state that is loaded, which ranks compare in the next step."""
@@ -99,40 +101,47 @@ class NoShards:
     def check_step(self) -> None:
         """Raises if the ranks cannot divide this step."""
 
-    def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
-        run.update(stretches, group)
+    def step(self, segment: FlatParams, spans: Sequence[Span], group: Group) -> None:
+        segment.update(spans, group)
 
     def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None: ...
     def synchronize(self) -> None:
         """Waits until all parameters are those after the last step."""
 
-    def whole_state(self, runs: Runs, states: States) -> dict[torch.Tensor, dict[str, Any]]:
+    def whole_state(self, segments: Segments, states: States) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the state of which a rank has only its share, by parameter. Collective."""
         return {}
 
-    def sum_of_squares(self, runs: Sequence[Runs]) -> torch.Tensor:
-        """Returns the sum of the squares of all gradients in these runs, of a bucket each."""
-        return total([self._squares(of_bucket) for of_bucket in runs if of_bucket])
+    def sum_of_squares(self, segments: Sequence[Segments]) -> torch.Tensor:
+        """Returns the sum of the squares of all gradients; each item has a bucket's segments."""
+        return total([self._squares(each) for each in segments if each])
 
-    def _squares(self, runs: Runs) -> torch.Tensor:
+    def _squares(self, segments: Segments) -> torch.Tensor:
         """Returns the sum of squares of each block of a bucket; 0 where another rank has it."""
-        numel = sum(run.flat.numel() for run in runs)
-        padded = padded_zeros(numel, runs[0].flat)
-        for run, begin in _placed(runs):
-            run.copy_gradients(self.members(run), padded[begin : begin + run.flat.numel()])
+        numel = sum(segment.flat.numel() for segment in segments)
+        padded = padded_zeros(numel, segments[0].flat)
+        for segment, begin in _placed(segments):
+            segment.copy_gradients(
+                self.members(segment), padded[begin : begin + segment.flat.numel()]
+            )
         return squares_of_blocks(padded)
 
 
-class Shards(NoShards):
+class Unsharded(ShardPolicy):
+    """Every rank has all parameters and state, and steps all of them."""
+
+
+class Shards(ShardPolicy):
     """Each rank steps a share. After `backward_and_step` no rank has the averages."""
 
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
         super().__init__(name, reducer, rule, overlap)
         self._reducer: Reducer
         self._checked = False
-        self._texts: dict[tuple[int, int], tuple[list[Any], str]] = {}  # of groups, by the first
+        # By the first group and the number of groups: their settings, and these as a text.
+        self._texts: dict[tuple[int, int], tuple[list[Any], str]] = {}
         self._membership = ""  # a checksum of which parameters each group has
-        self._loaded = ""  # of the whole state loaded since the last step
+        self._loaded = ""  # a text about the whole state loaded since the last step
         shared = overlapping([p for bucket in self._buckets for p in bucket.parameters()])
         for bucket in self._buckets:
             for parameter, view in zip(bucket.parameters(), bucket.views, strict=True):
@@ -148,9 +157,8 @@ class Shards(NoShards):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return (
-            self._reducer.core.comm.open_group()
-        )  # not kept, as it would keep a closed group's threads alive
+        # Not kept, as that would keep a closed group's threads alive.
+        return self._reducer.core.comm.open_group()
 
     @property
     def _buckets(self) -> Sequence[FlatBucket]:
@@ -167,13 +175,15 @@ class Shards(NoShards):
             check_sync(module, self._reducer.process_group, ignore=others)
             self._checked = True
 
-    def arranged(self, runs: Mapping[FlatBucket, Runs], alone: Sequence[torch.Tensor]) -> None:
+    def arranged(
+        self, segments: Mapping[FlatBucket, Segments], unflattened: Sequence[torch.Tensor]
+    ) -> None:
         # Gradients in `.grad` may be local, so no parameter may be stepped alone.
         ours = self._ours()
         # Buckets have the same parameters in the same order on all ranks.
-        members = [[(run.group, len(run.parameters)) for run in each] for each in runs.values()]
+        members = [[(s.group, len(s.parameters)) for s in each] for each in segments.values()]
         self._membership, self._texts = _checksum(members), {}
-        for parameter in alone:
+        for parameter in unflattened:
             if id(parameter) in ours:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} cannot be moved any longer: "
@@ -244,23 +254,24 @@ class Shards(NoShards):
         if self._reducer.core.joining:
             raise RuntimeError("every rank must step its share, so join() cannot be used")
 
-    def members(self, run: FlatParams) -> list[int]:
+    def members(self, segment: FlatParams) -> list[int]:
         """Returns the members that have gradients, after copying these into their buckets."""
         self.check_step()
-        members = run.in_place()
-        if len(members) == len(run.parameters):
+        members = segment.in_place()
+        if len(members) == len(segment.parameters):
             return members
         members.clear()
-        for index, (parameter, place) in enumerate(zip(run.parameters, run.places, strict=True)):
-            if not same_memory(parameter, place):
+        rows = zip(segment.parameters, segment.param_views, strict=True)
+        for index, (parameter, view) in enumerate(rows):
+            if not same_memory(parameter, view):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(parameter.shape)} is not where {self._name} put "
                     f"it: its .data was replaced after the first step"
                 )
             if parameter.grad is not None:
                 # The buckets were rebuilt, or the program has set another `.grad`.
-                if not same_memory(parameter.grad, run.gradients[index]):
-                    parameter.grad = run.gradients[index].copy_(parameter.grad).detach()
+                if not same_memory(parameter.grad, segment.gradients[index]):
+                    parameter.grad = segment.gradients[index].copy_(parameter.grad).detach()
                 members.append(index)
         return members
 
@@ -298,15 +309,15 @@ class NodeShards(Shards):
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
         return self.averaging_with(_keep_local)
 
-    def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
-        if not run.gradient.numel():
+    def step(self, segment: FlatParams, spans: Sequence[Span], group: Group) -> None:
+        if not segment.gradient.numel():
             return
         # The ranks compare this text, because each steps its share for all.
-        text = f"step with {self._text([group])} of parts {_checksum(stretches)}"
-        receive = partial(run.update, stretches, group)
+        text = f"step with {self._text([group])} of parts {_checksum(spans)}"
+        receive = partial(segment.update, spans, group)
         # A division: see `core/comm_hooks.py`.
         # In `step` all ranks have the same averages or sums already, and AVG keeps them.
-        self._shared.reduce_to_owners(run.gradient, dist.ReduceOp.AVG, receive, text)
+        self._shared.reduce_to_owners(segment.gradient, dist.ReduceOp.AVG, receive, text)
 
     def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None:
         # After this barrier all parameters are written, and no rank reads another's gradients.
@@ -331,16 +342,19 @@ class WorldShards(Shards):
         super().__init__(name, reducer, rule, overlap)
         self._rank, self._size = self._group.rank(), self._group.size()
         self._is_native = traits(self._group).native is not None
-        # By bucket: its parameters, and where the part of each rank begins in its gradients.
+        # The parameters of each bucket.
         self._flats: dict[FlatBucket, torch.Tensor] = {}
+        # Where the part of each rank begins in the gradients of a bucket.
         self._bounds: dict[FlatBucket, list[int]] = {}
+        # The buckets whose parameters are in the memory at this address.
         self._in_memory: dict[int, set[FlatBucket]] = {}
         # The waits for all-gathers under way. With `overlap`, forward passes call them.
         self._arriving: dict[FlatBucket, Callable[[], None]] = {}
-        # The bucket whose all-gather also compares what the ranks have stepped with; what this rank
-        # has; and a checksum of what each rank has, where they are compared later.
+        # The bucket whose all-gather also compares what the ranks have stepped with.
         self._carrier: FlatBucket | None = None
-        self._stepped: list[Sequence[Stretch]] = []
+        # What this rank has stepped in this step.
+        self._stepped: list[Sequence[Span]] = []
+        # This rank's text and each rank's checksum, if they are compared later.
         self._to_compare: tuple[str, torch.Tensor] | None = None
         # On gloo, whose collectives of this kind send too much, or not while they receive.
         self._by_messages = reducer.core.device.type == "cpu" and not self._is_native
@@ -361,7 +375,7 @@ class WorldShards(Shards):
         """Returns the size of each share of so many elements."""
         return -(-numel // (BLOCK * self._size)) * BLOCK
 
-    def places(self, bucket: FlatBucket) -> Allocate:
+    def allocator(self, bucket: FlatBucket) -> Allocate:
         like = bucket.flat
         line = CACHE_LINE // like.itemsize
         numel = sum(-(-parameter.numel() // line) * line for parameter in bucket.parameters())
@@ -369,32 +383,34 @@ class WorldShards(Shards):
         flat = zeros(self._share(numel) * self._size, like.dtype, like.device, memory)
         self._flats[bucket], begin = flat, 0
 
-        def next_place(numel: int, like: torch.Tensor) -> torch.Tensor:
+        def allocate_next(numel: int, like: torch.Tensor) -> torch.Tensor:
             nonlocal begin
             begin += numel
             return flat[begin - numel : begin]
 
-        return next_place
+        return allocate_next
 
-    def arranged(self, runs: Mapping[FlatBucket, Runs], alone: Sequence[torch.Tensor]) -> None:
-        super().arranged(runs, alone)
-        self._flats = {bucket: self._flats[bucket] for bucket in runs}
+    def arranged(
+        self, segments: Mapping[FlatBucket, Segments], unflattened: Sequence[torch.Tensor]
+    ) -> None:
+        super().arranged(segments, unflattened)
+        self._flats = {bucket: self._flats[bucket] for bucket in segments}
         # By memory and not by parameter, since a program may read a view.
         self._in_memory.clear()
         for bucket, flat in self._flats.items():
             self._in_memory.setdefault(flat.untyped_storage().data_ptr(), set()).add(bucket)
-        for bucket, of_bucket in runs.items():
-            share, placed = self._flats[bucket].numel() // self._size, _placed(of_bucket)
+        for bucket, each in segments.items():
+            share, placed = self._flats[bucket].numel() // self._size, _placed(each)
             self._bounds[bucket] = [
-                sum(run.gradients_before(rank * share - begin) for run, begin in placed)
+                sum(segment.gradients_before(rank * share - begin) for segment, begin in placed)
                 for rank in range(self._size + 1)
             ]
-            for run, begin in placed:
-                run.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
+            for segment, begin in placed:
+                segment.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
 
         # Not on a GPU, for which the host would have to wait.
         on_cpu = self._reducer.core.device.type == "cpu"
-        filled = [bucket for bucket in runs if on_cpu and self._flats[bucket].numel()]
+        filled = [bucket for bucket in segments if on_cpu and self._flats[bucket].numel()]
         self._carrier = min(filled, key=lambda bucket: self._flats[bucket].nbytes, default=None)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
@@ -436,9 +452,9 @@ class WorldShards(Shards):
 
         return reduce_scatter
 
-    def step(self, run: FlatParams, stretches: Sequence[Stretch], group: Group) -> None:
-        super().step(run, stretches, group)
-        self._stepped.append(stretches)
+    def step(self, segment: FlatParams, spans: Sequence[Span], group: Group) -> None:
+        super().step(segment, spans, group)
+        self._stepped.append(spans)
 
     def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None:
         text = f"step of parts {_checksum(self._stepped)} with {self._text(groups)}"
@@ -468,11 +484,11 @@ class WorldShards(Shards):
         read: set[FlatBucket] | None = None
         if parameters is not None:
             read = set()
-            for place in map(_memory_of, parameters):
-                if place is None:
+            for key in map(_memory_of, parameters):
+                if key is None:
                     read = None
                     break
-                read |= self._in_memory.get(place, set())
+                read |= self._in_memory.get(key, set())
         for bucket in [*self._arriving]:
             if read is None or bucket in read:
                 self._arriving.pop(bucket, _no_wait)()
@@ -499,7 +515,7 @@ class WorldShards(Shards):
         parts, share = flat.view(self._size, -1), flat.numel() // self._size
         end = torch.full((2,), zlib.crc32(text.encode()), device="cpu").view(flat.dtype)
         # For a small bucket a copy takes less time than a second message.
-        carried = share if flat.nbytes <= _WORTH_A_MESSAGE else 0
+        carried = share if flat.nbytes <= _MAX_CARRIED_NBYTES else 0
         rows = flat.new_empty(self._size, carried + end.numel())
         rows[self._rank] = torch.cat([parts[self._rank, :carried], end])
         works = [*(() if carried else self._gather(flat)), *self._gather(rows.view(-1))]
@@ -525,30 +541,29 @@ class WorldShards(Shards):
             f"0 took a {texts[0]}; rank {other} a {texts[other]}"
         )
 
-    def whole_state(self, runs: Runs, states: States) -> dict[torch.Tensor, dict[str, Any]]:
-        share = self._share(sum(run.flat.numel() for run in runs))
+    def whole_state(self, segments: Segments, states: States) -> dict[torch.Tensor, dict[str, Any]]:
+        share = self._share(sum(segment.flat.numel() for segment in segments))
         found: dict[torch.Tensor, dict[str, Any]] = {}
-        for name in dict.fromkeys(name for run in runs for name in run.state if name != "step"):
-            flat = runs[0].flat.new_zeros(share * self._size)
-            for run, begin in _placed(runs):
-                if name in run.state:
-                    own = begin + run.own.start
-                    flat[own : own + len(run.own)] = run.state[name][0]
+        for name in dict.fromkeys(name for s in segments for name in s.state if name != "step"):
+            flat = segments[0].flat.new_zeros(share * self._size)
+            for segment, begin in _placed(segments):
+                if name in segment.state:
+                    own = begin + segment.own.start
+                    flat[own : own + len(segment.own)] = segment.state[name][0]
             wait_all(self._gather(flat))
-            for run, begin in _placed(runs):
-                if name in run.state:
-                    windows = run.windows(flat[begin : begin + run.flat.numel()])
-                    places = run.state[name][1]
-                    for parameter, place, window in zip(
-                        run.parameters, places, windows, strict=True
-                    ):
+            for segment, begin in _placed(segments):
+                if name in segment.state:
+                    windows = segment.windows(flat[begin : begin + segment.flat.numel()])
+                    views = segment.state[name][1]
+                    rows = zip(segment.parameters, views, windows, strict=True)
+                    for parameter, view, window in rows:
                         # Otherwise it has no state yet, or one that was loaded, which is whole.
-                        if states.get(parameter, {}).get(name) is place:
+                        if states.get(parameter, {}).get(name) is view:
                             found.setdefault(parameter, {})[name] = window
         return found
 
-    def sum_of_squares(self, runs: Sequence[Runs]) -> torch.Tensor:
-        sums = torch.cat([self._squares(of_bucket) for of_bucket in runs])
+    def sum_of_squares(self, segments: Sequence[Segments]) -> torch.Tensor:
+        sums = torch.cat([self._squares(each) for each in segments])
         # Each block is one rank's, and 0 on the others, so the order of the sum does not matter.
         wait(dist.all_reduce(sums, group=self._group, async_op=True))
         return sums.sum()
@@ -585,10 +600,10 @@ def _checksum(value: object) -> str:
     return f"{zlib.crc32(repr(value).encode()):08x}"
 
 
-def _placed(runs: Runs) -> list[tuple[FlatParams, int]]:
-    """Returns each run, and where it begins among the parameters of its bucket."""
-    begins = accumulate((run.flat.numel() for run in runs), initial=0)
-    return list(zip(runs, begins, strict=False))
+def _placed(segments: Segments) -> list[tuple[FlatParams, int]]:
+    """Returns each segment, and where it begins among the parameters of its bucket."""
+    begins = accumulate((segment.flat.numel() for segment in segments), initial=0)
+    return list(zip(segments, begins, strict=False))
 
 
-SHARDS: dict[str, type[NoShards]] = {"none": NoShards, "node": NodeShards, "world": WorldShards}
+SHARDS: dict[str, type[ShardPolicy]] = {"none": Unsharded, "node": NodeShards, "world": WorldShards}

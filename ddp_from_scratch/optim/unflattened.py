@@ -32,7 +32,7 @@ class Unflattened:
         """Steps those that have a gradient, with the bits of a call for each."""
         names = self._rule.state_names(group)
         found: list[tuple[torch.Tensor, ...]] = []  # a parameter, its gradient and its state
-        ages: list[int] = []
+        step_counts: list[int] = []
         for row in self._rows:
             parameter, gradient = row.parameter, row.parameter.grad
             if gradient is None:
@@ -42,20 +42,20 @@ class Unflattened:
                 self._rule.step(parameter, gradient, state, group)
                 continue
             held = tuple(map(state.get, names))
-            age = 1
+            num_steps = 1
             if len(held) != len(row.state) or not all(map(is_, held, row.state)):
-                age = int(held.count(None) == 0)
+                num_steps = int(held.count(None) == 0)
                 row.take_state(state, names)
             found.append((parameter, gradient, *row.state))
-            ages.append(age)
+            step_counts.append(num_steps)
         if not found:
             return
         columns = [*map(list, zip(*found, strict=True))]
         if "step" in names:
             steps = columns.pop(2 + names.index("step"))
-            ages = [*map(int, torch.stack(steps).tolist())]
-        for age, part in _by_age(ages, columns):
-            self._rule.update_flat(part, age, group)
+            step_counts = [*map(int, torch.stack(steps).tolist())]
+        for num_steps, part in _by_num_steps(step_counts, columns):
+            self._rule.update_flat(part, num_steps, group)
         if "step" in names:
             torch._foreach_add_(steps, 1)
 
@@ -69,13 +69,13 @@ class _Row:
         self._dtype, self._strides = parameter.dtype, dense_strides(parameter)
         # One by one, torch's operations on these have other bits, or an order.
         sixteen_bit_on_cpu = parameter.element_size() == 2 and parameter.is_cpu
-        self._alone = is_shared or sixteen_bit_on_cpu or not parameter.is_floating_point()
+        self._needs_own_call = is_shared or sixteen_bit_on_cpu or not parameter.is_floating_point()
 
     def fits(self, gradient: torch.Tensor) -> bool:
         """True if a call may step the parameter with others: both are dense, in one order."""
         parameter, strides = self.parameter, self._strides
         return (
-            not self._alone
+            not self._needs_own_call
             and gradient.layout is torch.strided
             and gradient.stride() == strides
             and parameter.stride() == strides
@@ -98,14 +98,15 @@ class _Row:
         self.state = tuple(state[name] for name in names)
 
 
-def _by_age(
-    ages: Sequence[int], columns: list[list[torch.Tensor]]
+def _by_num_steps(
+    step_counts: Sequence[int], columns: list[list[torch.Tensor]]
 ) -> Iterator[tuple[int, list[list[torch.Tensor]]]]:
-    """Divides the rows of these columns by age."""
-    each = set(ages)
+    """Divides the rows of these columns by `num_steps`."""
+    each = set(step_counts)
     if len(each) == 1:
-        yield ages[0], columns
+        yield step_counts[0], columns
         return
-    for age in sorted(each):
-        chosen = [*map(age.__eq__, ages)]
-        yield age, [[x for x, use in zip(column, chosen, strict=True) if use] for column in columns]
+    for num_steps in sorted(each):
+        chosen = [*map(num_steps.__eq__, step_counts)]
+        rows = [[x for x, use in zip(column, chosen, strict=True) if use] for column in columns]
+        yield num_steps, rows

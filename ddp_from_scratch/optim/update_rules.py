@@ -31,8 +31,8 @@ class UpdateRule(Protocol):
 
     `state_names` are the keys of a parameter's state; all but "step" have the parameter's shape.
     `update` steps a parameter and its state, and keeps the gradient. `update_flat` steps contiguous
-    parts, which begin at cache lines unless the rule is exact anywhere. `age` is a state's number
-    of earlier steps. Without a "step" that counts them it is 0 or 1.
+    parts, which begin at cache lines unless the rule is exact anywhere. `num_steps` is the
+    number of earlier steps of a state. Without a "step" that counts them it is 0 or 1.
     """
 
     settings: tuple[str, ...]  # the keys of a parameter group that a step depends on
@@ -42,14 +42,14 @@ class UpdateRule(Protocol):
     exact_anywhere: bool  # an element's bits do not depend on its position in a tensor
 
     def state_names(self, group: Group) -> tuple[str, ...]: ...
-    def update(self, tensors: Tensors, age: int, group: Group) -> None: ...
-    def update_flat(self, columns: Columns, age: int, group: Group) -> None: ...
+    def update(self, tensors: Tensors, num_steps: int, group: Group) -> None: ...
+    def update_flat(self, columns: Columns, num_steps: int, group: Group) -> None: ...
 
-    def _update_contiguous(self, tensors: Tensors, age: int, group: Group) -> None:
+    def _update_contiguous(self, tensors: Tensors, num_steps: int, group: Group) -> None:
         strides = dense_strides(tensors[0])  # the kernel ignores strides
         in_order = all(tensor.stride() == strides for tensor in tensors)
         dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
-        self.update_flat([[tensor] for tensor in dense], age, group)
+        self.update_flat([[tensor] for tensor in dense], num_steps, group)
         for tensor, stepped in zip(tensors, dense, strict=True):
             if stepped is not tensor:
                 tensor.copy_(stepped)
@@ -60,7 +60,7 @@ class UpdateRule(Protocol):
         """Steps one parameter. Like torch, it allocates the state in the first step."""
         names = self.state_names(group)
         check_state(parameter, state, names)
-        age = int(all(state.get(name) is not None for name in names))
+        num_steps = int(all(state.get(name) is not None for name in names))
         like = gradient if gradient.is_sparse else parameter
         for name in names:
             if state.get(name) is None:
@@ -68,9 +68,9 @@ class UpdateRule(Protocol):
                 zeros = torch.zeros_like(like, dtype=gradient.dtype)
                 state[name] = torch.tensor(0.0, device="cpu") if name == "step" else zeros
         if "step" in names:
-            age = int(state["step"])
+            num_steps = int(state["step"])
         values = (state[name] for name in names if name != "step")
-        self.update([parameter, gradient, *values], age, group)
+        self.update([parameter, gradient, *values], num_steps, group)
         if "step" in names:
             state["step"] += 1
 
@@ -93,35 +93,35 @@ class SGDRule(UpdateRule):
     def state_names(self, group: Group) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def update(self, tensors: Tensors, age: int, group: Group) -> None:
+    def update(self, tensors: Tensors, num_steps: int, group: Group) -> None:
         parameter, gradient, *state = tensors
         has_kernel = parameter.dtype == gradient.dtype and not gradient.is_sparse
         if parameter.is_cuda and parameter.is_floating_point() and has_kernel:
-            self._update_contiguous(tensors, age, group)
+            self._update_contiguous(tensors, num_steps, group)
             return
-        momentum = [state[0] if state and age else None]
+        momentum = [state[0] if state and num_steps else None]
         sgd([parameter], [gradient], momentum, foreach=False, fused=False, **_sgd_settings(group))
-        if age == 0 and momentum[0] is not None:
+        if num_steps == 0 and momentum[0] is not None:
             state[0].copy_(momentum[0])
 
-    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
+    def update_flat(self, columns: Columns, num_steps: int, group: Group) -> None:
         first = columns[0][0]
         if first.is_cuda and first.is_floating_point():
-            _fused_sgd(columns, age, group)
-        elif has_exact_kernel(first.dtype, first.device.type):
+            _fused_sgd(columns, num_steps, group)
+        elif fused_kernel_is_exact(first.dtype, first.device.type):
             line = CACHE_LINE // first.itemsize
             # In most steps nothing is left over. No Python call for each part.
             if not any(map(line.__rmod__, map(torch.Tensor.numel, columns[0]))):
-                _fused_sgd(columns, age, group)
+                _fused_sgd(columns, num_steps, group)
                 return
             whole, rest = _cut_at_lines(columns)
             if whole[0]:
-                _fused_sgd(whole, age, group)
+                _fused_sgd(whole, num_steps, group)
             if rest[0]:
-                _foreach_sgd(rest, age, group)
+                _foreach_sgd(rest, num_steps, group)
         else:
             for tensors in zip(*columns, strict=True):
-                self.update(tensors, age, group)
+                self.update(tensors, num_steps, group)
 
 
 class AdamRule(UpdateRule):
@@ -138,7 +138,7 @@ class AdamRule(UpdateRule):
         largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
         return ("step", "exp_avg", "exp_avg_sq", *largest)
 
-    def update(self, tensors: Tensors, age: int, group: Group) -> None:
+    def update(self, tensors: Tensors, num_steps: int, group: Group) -> None:
         if tensors[1].is_sparse:
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam instead"
@@ -148,13 +148,13 @@ class AdamRule(UpdateRule):
                 f"Adam takes gradients of the dtype of their parameter, got {tensors[1].dtype} for "
                 f"{tensors[0].dtype}: leave grad_dtype out, or step this parameter with SGD"
             )
-        self._update_contiguous(tensors, age, group)
+        self._update_contiguous(tensors, num_steps, group)
 
-    def update_flat(self, columns: Columns, age: int, group: Group) -> None:
+    def update_flat(self, columns: Columns, num_steps: int, group: Group) -> None:
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         parameters, gradients, first, second, *largest = columns
         # Filled on the device, because a copy would make the host wait for a GPU.
-        step = torch.full((), age + 1.0, device=parameters[0].device)
+        step = torch.full((), num_steps + 1.0, device=parameters[0].device)
         beta1, beta2 = group["betas"]
         steps, settings = [step] * len(parameters), {name: group[name] for name in self._of_kernel}
         settings |= {"lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2)}
@@ -199,10 +199,10 @@ def _sgd_settings(group: Group) -> dict[str, Any]:
     return settings | {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
 
 
-def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
+def _fused_sgd(columns: Columns, num_steps: int, group: Group) -> None:
     parameters, gradients, *momentum = columns
     buffers = momentum[0] if momentum else []
-    first = bool(momentum) and age == 0  # a GPU's kernel warns of the flag without momentum
+    first = bool(momentum) and num_steps == 0  # a GPU's kernel warns of the flag without momentum
     torch._fused_sgd_(
         parameters,
         gradients,
@@ -217,13 +217,13 @@ def _fused_sgd(columns: Columns, age: int, group: Group) -> None:
     )
 
 
-def _foreach_sgd(columns: Columns, age: int, group: Group) -> None:
+def _foreach_sgd(columns: Columns, num_steps: int, group: Group) -> None:
     parameters, gradients, *momentum = columns
     if group["nesterov"]:  # it would write into the gradients
         gradients = [gradient.clone() for gradient in gradients]
-    held: list[Any] = [*momentum[0]] if momentum and age else [None] * len(parameters)
+    held: list[Any] = [*momentum[0]] if momentum and num_steps else [None] * len(parameters)
     sgd(parameters, gradients, held, foreach=True, fused=False, **_sgd_settings(group))
-    if momentum and age == 0:
+    if momentum and num_steps == 0:
         for buffer, first in zip(momentum[0], held, strict=True):
             buffer.copy_(first)
 
@@ -251,7 +251,7 @@ def _cut_at_lines(columns: Columns) -> tuple[Columns, Columns]:
 
 
 @cache
-def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
+def fused_kernel_is_exact(dtype: torch.dtype, device: str) -> bool:
     """True if a CPU's fused SGD has the bits of its separate operations. Tried once."""
     # The build of torch decides: its compiler may fuse a product and a sum, which rounds once.
     if not dtype.is_floating_point or device != "cpu":
@@ -260,11 +260,11 @@ def has_exact_kernel(dtype: torch.dtype, device: str) -> bool:
     start = [numbers, numbers.flip(0).sin(), numbers.cos()]
     switches = product((0.0, 0.9), (0.0, 0.3), (0.0, 0.01), (False, True), (False, True), (0, 1))
     equal = []
-    for momentum, dampening, decay, nesterov, maximize, age in switches:
+    for momentum, dampening, decay, nesterov, maximize, num_steps in switches:
         group = {"lr": 0.03, "momentum": momentum, "dampening": dampening}
         group |= {"weight_decay": decay, "nesterov": nesterov, "maximize": maximize}
         one, other = ([tensor.clone() for tensor in start[: 2 + (momentum > 0)]] for _ in range(2))
-        _fused_sgd([[tensor] for tensor in one], age, group)
-        SGD_RULE.update(other, age, group)
+        _fused_sgd([[tensor] for tensor in one], num_steps, group)
+        SGD_RULE.update(other, num_steps, group)
         equal += [(a == b).all() for a, b in zip(one, other, strict=True)]
     return bool(torch.stack(equal).all())

@@ -203,7 +203,7 @@ def test_parameters_begin_where_products_have_torchs_bits():
 @pytest.mark.parametrize(("options", "rule"), [(MOMENTUM, SGDRule), (ADAMW, AdamRule)])
 @pytest.mark.parametrize("widths", [(16, 32, 48, 16, 32), (15, 33, 48, 17, 2)], ids=["even", "odd"])
 def test_one_call_per_bucket(options, rule, widths):
-    """Of one part, where sizes are multiples of 16 elements; else of the pieces between gaps."""
+    """Of one part, where sizes are multiples of 16 elements; else of the chunks between gaps."""
     pair = Pair(lambda: Layers(*((1, k) for k in widths), (1, 30_000)), **options)
     pair.train(2)
     with patch.object(rule, "update_flat", autospec=True, side_effect=rule.update_flat) as update:

@@ -253,8 +253,8 @@ def test_settings_that_change_on_all_ranks_cost_nothing(world, memory):
     twin.load_state_dict(model.state_dict())
     compared = patch.object(shards, "gather_objects", side_effect=AssertionError)
     # A bucket of its own message, and one with which the checksum travels.
-    for worth in (0, shards._WORTH_A_MESSAGE):
-        with compared, patch.object(shards, "_WORTH_A_MESSAGE", worth):
+    for worth in (0, shards._MAX_CARRIED_NBYTES):
+        with compared, patch.object(shards, "_MAX_CARRIED_NBYTES", worth):
             for step in range(3):
                 for group, other in zip(optimizer.param_groups, plain.param_groups, strict=True):
                     group["lr"].mul_(0.5)
@@ -348,7 +348,7 @@ def test_gives_memory_that_was_moved_from_back(world):
     for _ in range(4):
         step(torch.ones(1, 512))
     beside = shared_memory_group(group)
-    # For each of four runs one of parameters and one of momentum, and one for all gradients.
+    # For each of four segments one of parameters and one of momentum, and one for all gradients.
     assert len(beside._windows._memories) == 9
     weight = model[0].weight.detach()
     expected = weight.clone() * world.world_size

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_from_scratch.optim.update_rules import ADAM_RULE, CACHE_LINE, SGD_RULE, has_exact_kernel
+from ddp_from_scratch.optim.update_rules import (
+    ADAM_RULE,
+    CACHE_LINE,
+    SGD_RULE,
+    fused_kernel_is_exact,
+)
 from tests.support.terms import torchs
 from tests.support.tiers import slow
 
@@ -42,14 +47,14 @@ def check_steps(kind: str, settings: dict[str, Any], dtype: torch.dtype, cut: bo
         state = [torch.zeros(size, dtype=dtype) for _ in names]
         line = CACHE_LINE // dtype.itemsize
         middle = size // 2 // line * line if cut else 0
-        for age in range(2):
+        for num_steps in range(2):
             parameter.grad = torch.randn(size, dtype=dtype)
             for part in (slice(middle), slice(middle, None)):
                 columns = [[t[part]] for t in (ours, parameter.grad, *state)]
                 if columns[0][0].numel():
-                    rule.update_flat(columns, age, group)
+                    rule.update_flat(columns, num_steps, group)
             optimizer.step()
-            where = f"{kind} {settings}, {size} of {dtype}, step {age}"
+            where = f"{kind} {settings}, {size} of {dtype}, step {num_steps}"
             assert ours.equal(parameter.detach()), where
             for name, value in zip(names, state, strict=True):
                 assert value.equal(optimizer.state[parameter][name]), f"{name}: {where}"
@@ -88,16 +93,16 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch):
         parameters[0].mul_(1 + 1e-6)
 
     monkeypatch.setattr(torch, "_fused_sgd_", other)
-    has_exact_kernel.cache_clear()
+    fused_kernel_is_exact.cache_clear()
     try:
         check_steps("SGD", SGD[-1], torch.float32, cut=False)
-        assert not has_exact_kernel(torch.float32, "cpu")
+        assert not fused_kernel_is_exact(torch.float32, "cpu")
     finally:
-        has_exact_kernel.cache_clear()
+        fused_kernel_is_exact.cache_clear()
     monkeypatch.undo()
-    assert has_exact_kernel(torch.float32, "cpu")
-    assert not has_exact_kernel(torch.complex64, "cpu")
-    assert not has_exact_kernel(torch.float32, "meta")
+    assert fused_kernel_is_exact(torch.float32, "cpu")
+    assert not fused_kernel_is_exact(torch.complex64, "cpu")
+    assert not fused_kernel_is_exact(torch.float32, "meta")
 
 
 @pytest.mark.parametrize("layout", ["transposed", "with holes"])
