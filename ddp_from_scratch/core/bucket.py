@@ -46,10 +46,12 @@ class Averaging:
     """How the buckets of an average are packed and sent: the same for all of them.
 
     Attributes:
-        hook, state: `hook(state, bucket)` starts to average a bucket.
+        hook: `hook(state, bucket)` starts to average a bucket.
+        state: its first argument.
         on_side_stream: True if that runs on a side stream, for buckets on a GPU.
         op: what the collective computes. None: the hook divides.
-        scale, mean: the factors for packing flat and sparse gradients.
+        scale: the factor with which flat gradients are packed.
+        mean: the factor with which sparse gradients are packed.
         sends_zeros: True if this rank has no data.
         keeps_gradients: True if each gradient is its own average, so nothing is packed or sent.
     """
@@ -70,7 +72,8 @@ class Bucket(ABC):
     Args:
         members: indices of the parameters.
         index: its place in the launch order.
-        name, label: for errors, and for torch.profiler.
+        name: for errors.
+        label: for torch.profiler.
 
     Attributes:
         state: only `launch`, `keep`, `wait` and `unpack` change it.
@@ -182,8 +185,10 @@ class FlatBucket(Bucket):
         parameters: all of one dtype and device.
         flat: the buffer; None allocates one.
         strides: of each member's window; None takes the parameters' own.
-        index, is_last: its place in the launch order.
-        name, label: for errors, and for torch.profiler.
+        index: its place in the launch order.
+        is_last: True for the last flat bucket.
+        name: for errors.
+        label: for torch.profiler.
 
     Attributes:
         shared: members that another Reducer averages, too.

@@ -1,6 +1,6 @@
-"""The answers that a Reducer asks for: which gradients a pass computes, and when to launch.
+"""Policies answer what a Reducer asks: which gradients a pass computes, and when to launch.
 
-Unlike other observers, a Reducer has one of each kind or none, so there is one answer.
+A Reducer has at most one policy of each kind, so there is one answer.
 """
 
 from abc import abstractmethod

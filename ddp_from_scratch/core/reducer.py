@@ -57,13 +57,14 @@ class CoreReducer:
     Attributes:
         names, parameters: an index into these identifies a parameter everywhere.
         all_buckets: in launch order.
-        flat_buckets: those without the separate ones, such as of sparse gradients.
+        flat_buckets: excludes separate buckets, such as those of sparse gradients.
         backward: the backward pass under way; None without one.
         average: the average that this pass and the ones before it under `no_sync()` belong to.
         joining: True inside `join()`, which sets the weights.
         by_hand: True while `average_now` averages, without a backward pass.
         view_buckets: the flat ones if `.grad` is a window of a bucket; else empty.
-        usage, order: the policies, if any (`policies.py`).
+        usage: the policy that knows which parameters a pass uses; None if it uses all.
+        order: the policy that knows when to launch; None if full buckets are launched.
         step_bucket: steps the parameters of a bucket that has landed; see `step_in_backward`.
     """
 

@@ -43,14 +43,16 @@ class VirtualRanks(Observer):
         self._snapshot, self._seed = snapshot, 0
         self.step: int = 0  # it and `_seed` seed the generators, with the virtual rank
         self.reduction: TreeReduction = TreeReduction(count, windows)
-        # The step's virtual ranks that have not ended, and those not begun. Empty between steps.
+        # The virtual ranks of the step that have not ended. Empty between steps.
         self._due: list[int] = []
+        # Those of them that have not begun.
         self._ahead: list[int] = []
         self.inside: int | None = None  # the virtual rank that is running
         # The buffers at the start of the step, and its number; None after the optimizer's step.
         self._before: tuple[BufferSnapshot, int] | None = None
-        # What `run_all` returns of the step, and this rank's virtual ranks if some were kept.
+        # By virtual rank, what `run_all` returns of the step.
         self._results: dict[int, Any] = {}
+        # This rank's virtual ranks, if some of an aborted step are kept.
         self._dealt: tuple[int, ...] | None = None
 
     def attach(self, reducer: CoreReducer) -> None:
