@@ -40,6 +40,7 @@ CONTENTS: dict[str, dict[str, list[str]]] = {
     "Reference": {
         "api/README.md": [f"api/{entry}.md" for entry in api_pages.ENTRIES],
         "docs/reference.md": [],
+        "docs/glossary.md": [],
         "docs/private-names.md": [],
     },
     "Measured": {"benchmarks/README.md": [], "timeline/README.md": []},

@@ -147,6 +147,16 @@ def test_the_documents_list_every_page_and_room():
     assert set(listed) == rooms
 
 
+def test_the_glossary_is_in_order_and_its_files_have_the_words():
+    rows = re.findall(r"^\| (.+) \| .+ \| `(.+)` \|$", TEXT["docs/glossary.md"], re.MULTILINE)
+    assert len(rows) > 40
+    terms = [term for term, _ in rows]
+    assert terms == sorted(terms, key=str.lower)
+    for term, file in rows:
+        words = "[-_ ]?".join(re.split("[- ]", term))  # also as a name: `LaunchOrder`, `local_rank`
+        assert re.search(words, (PACKAGE / file).read_text(), re.IGNORECASE), term
+
+
 def test_every_test_named_is_there():
     named = set(re.findall(r"`(test_\w+)`", section(REFERENCE, "Features beside others")))
     there = source_of(ROOT / "tests")
