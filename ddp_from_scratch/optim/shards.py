@@ -40,7 +40,7 @@ from ddp_from_scratch.core.comm_hooks import OnGPU, average, comm_hook
 from ddp_from_scratch.optim.flat_params import FlatParams, Span, can_move, overlapping
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.squares import BLOCK, padded_zeros, squares_of_blocks, total
-from ddp_from_scratch.optim.update_rules import CACHE_LINE, Group, UpdateRule
+from ddp_from_scratch.optim.update_rules import CACHE_LINE, ParamGroup, UpdateRule
 from ddp_from_scratch.options.checks import Checks
 from ddp_from_scratch.options.comm_hooks import Later
 from ddp_from_scratch.options.launch_order import active_reducers
@@ -101,10 +101,10 @@ class ShardPolicy:
     def check_step(self) -> None:
         """Raises if the ranks cannot divide this step."""
 
-    def step(self, segment: FlatParams, spans: Sequence[Span], group: Group) -> None:
+    def step(self, segment: FlatParams, spans: Sequence[Span], group: ParamGroup) -> None:
         segment.update(spans, group)
 
-    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None: ...
+    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[ParamGroup]) -> None: ...
     def synchronize(self) -> None:
         """Waits until all parameters are those after the last step."""
 
@@ -200,7 +200,7 @@ class Shards(ShardPolicy):
         numbers = checksums([gradient for _, gradient in rows])
         return {p: (kind_of(g), n) for (p, g), n in zip(rows, numbers, strict=True)}
 
-    def _text(self, groups: Sequence[Group]) -> str:
+    def _text(self, groups: Sequence[ParamGroup]) -> str:
         """Returns what a step with these groups depends on, as ranks compare it."""
         clip = "" if self._max_norm is None else f", max_norm={setting_text(self._max_norm)}"
         return self._settings(groups) + clip + self._loaded
@@ -220,7 +220,7 @@ class Shards(ShardPolicy):
     def forget_loaded(self) -> None:
         self._loaded = ""
 
-    def _settings(self, groups: Sequence[Group]) -> str:
+    def _settings(self, groups: Sequence[ParamGroup]) -> str:
         names = self._rule.settings
         values = [[_number(group[name]) for name in names] for group in groups]
         key = id(groups[0]), len(groups)
@@ -309,7 +309,7 @@ class NodeShards(Shards):
         # The ranks read each other's local gradients from shared memory, so buckets send nothing.
         return self.averaging_with(_keep_local)
 
-    def step(self, segment: FlatParams, spans: Sequence[Span], group: Group) -> None:
+    def step(self, segment: FlatParams, spans: Sequence[Span], group: ParamGroup) -> None:
         if not segment.gradient.numel():
             return
         # The ranks compare this text, because each steps its share for all.
@@ -319,7 +319,7 @@ class NodeShards(Shards):
         # In `step` all ranks have the same averages or sums already, and AVG keeps them.
         self._shared.reduce_to_owners(segment.gradient, dist.ReduceOp.AVG, receive, text)
 
-    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None:
+    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[ParamGroup]) -> None:
         # After this barrier all parameters are written, and no rank reads another's gradients.
         self.forget_loaded()
         end = self._shared.free_unused if self._moved else self._shared.barrier().wait
@@ -452,11 +452,11 @@ class WorldShards(Shards):
 
         return reduce_scatter
 
-    def step(self, segment: FlatParams, spans: Sequence[Span], group: Group) -> None:
+    def step(self, segment: FlatParams, spans: Sequence[Span], group: ParamGroup) -> None:
         super().step(segment, spans, group)
         self._stepped.append(spans)
 
-    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[Group]) -> None:
+    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[ParamGroup]) -> None:
         text = f"step of parts {_checksum(self._stepped)} with {self._text(groups)}"
         self._stepped.clear()
         self.forget_loaded()

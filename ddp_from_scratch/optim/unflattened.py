@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ddp_from_scratch.common.memory import dense_strides
-from ddp_from_scratch.optim.update_rules import Group, UpdateRule, check_state
+from ddp_from_scratch.optim.update_rules import ParamGroup, UpdateRule, check_state
 
 
 class Unflattened:
@@ -28,7 +28,7 @@ class Unflattened:
         self._rule = rule
         self._rows = [_Row(parameter, id(parameter) in shared) for parameter in parameters]
 
-    def step(self, states: Mapping[torch.Tensor, dict[str, Any]], group: Group) -> None:
+    def step(self, states: Mapping[torch.Tensor, dict[str, Any]], group: ParamGroup) -> None:
         """Steps those that have a gradient, with the bits of a call for each."""
         names = self._rule.state_names(group)
         found: list[tuple[torch.Tensor, ...]] = []  # a parameter, its gradient and its state

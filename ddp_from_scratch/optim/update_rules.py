@@ -20,7 +20,7 @@ CACHE_LINE = 64
 # Below this number of elements, cutting a tensor takes longer than to step it with separate calls.
 _SMALL = 2**13
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 # A parameter, its gradient, and its state in the order of `state_names`, without "step".
 Tensors = Sequence[torch.Tensor]
 Columns = Sequence[list[torch.Tensor]]  # the same, for several parameters
@@ -41,11 +41,11 @@ class UpdateRule(Protocol):
     takes_complex: bool
     exact_anywhere: bool  # an element's bits do not depend on its position in a tensor
 
-    def state_names(self, group: Group) -> tuple[str, ...]: ...
-    def update(self, tensors: Tensors, num_steps: int, group: Group) -> None: ...
-    def update_flat(self, columns: Columns, num_steps: int, group: Group) -> None: ...
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]: ...
+    def update(self, tensors: Tensors, num_steps: int, group: ParamGroup) -> None: ...
+    def update_flat(self, columns: Columns, num_steps: int, group: ParamGroup) -> None: ...
 
-    def _update_contiguous(self, tensors: Tensors, num_steps: int, group: Group) -> None:
+    def _update_contiguous(self, tensors: Tensors, num_steps: int, group: ParamGroup) -> None:
         strides = dense_strides(tensors[0])  # the kernel ignores strides
         in_order = all(tensor.stride() == strides for tensor in tensors)
         dense = tensors if in_order else [tensor.contiguous() for tensor in tensors]
@@ -55,7 +55,11 @@ class UpdateRule(Protocol):
                 tensor.copy_(stepped)
 
     def step(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: Group
+        self,
+        parameter: torch.Tensor,
+        gradient: torch.Tensor,
+        state: dict[str, Any],
+        group: ParamGroup,
     ) -> None:
         """Steps one parameter. Like torch, it allocates the state in the first step."""
         names = self.state_names(group)
@@ -90,10 +94,10 @@ class SGDRule(UpdateRule):
     takes_complex = True
     exact_anywhere = True
 
-    def state_names(self, group: Group) -> tuple[str, ...]:
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def update(self, tensors: Tensors, num_steps: int, group: Group) -> None:
+    def update(self, tensors: Tensors, num_steps: int, group: ParamGroup) -> None:
         parameter, gradient, *state = tensors
         has_kernel = parameter.dtype == gradient.dtype and not gradient.is_sparse
         if parameter.is_cuda and parameter.is_floating_point() and has_kernel:
@@ -104,7 +108,7 @@ class SGDRule(UpdateRule):
         if num_steps == 0 and momentum[0] is not None:
             state[0].copy_(momentum[0])
 
-    def update_flat(self, columns: Columns, num_steps: int, group: Group) -> None:
+    def update_flat(self, columns: Columns, num_steps: int, group: ParamGroup) -> None:
         first = columns[0][0]
         if first.is_cuda and first.is_floating_point():
             _fused_sgd(columns, num_steps, group)
@@ -134,11 +138,11 @@ class AdamRule(UpdateRule):
     takes_complex = False  # torch's fused kernel has none
     exact_anywhere = False
 
-    def state_names(self, group: Group) -> tuple[str, ...]:
+    def state_names(self, group: ParamGroup) -> tuple[str, ...]:
         largest = ("max_exp_avg_sq",) if group["amsgrad"] else ()
         return ("step", "exp_avg", "exp_avg_sq", *largest)
 
-    def update(self, tensors: Tensors, num_steps: int, group: Group) -> None:
+    def update(self, tensors: Tensors, num_steps: int, group: ParamGroup) -> None:
         if tensors[1].is_sparse:
             raise RuntimeError(
                 "Adam does not support sparse gradients, please consider SparseAdam instead"
@@ -150,7 +154,7 @@ class AdamRule(UpdateRule):
             )
         self._update_contiguous(tensors, num_steps, group)
 
-    def update_flat(self, columns: Columns, num_steps: int, group: Group) -> None:
+    def update_flat(self, columns: Columns, num_steps: int, group: ParamGroup) -> None:
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         parameters, gradients, first, second, *largest = columns
         # Filled on the device, because a copy would make the host wait for a GPU.
@@ -194,12 +198,12 @@ def check_state(
             )
 
 
-def _sgd_settings(group: Group) -> dict[str, Any]:
+def _sgd_settings(group: ParamGroup) -> dict[str, Any]:
     settings = {name: group[name] for name in SGDRule.settings}
     return settings | {"lr": float(group["lr"]), "weight_decay": float(group["weight_decay"])}
 
 
-def _fused_sgd(columns: Columns, num_steps: int, group: Group) -> None:
+def _fused_sgd(columns: Columns, num_steps: int, group: ParamGroup) -> None:
     parameters, gradients, *momentum = columns
     buffers = momentum[0] if momentum else []
     first = bool(momentum) and num_steps == 0  # a GPU's kernel warns of the flag without momentum
@@ -217,7 +221,7 @@ def _fused_sgd(columns: Columns, num_steps: int, group: Group) -> None:
     )
 
 
-def _foreach_sgd(columns: Columns, num_steps: int, group: Group) -> None:
+def _foreach_sgd(columns: Columns, num_steps: int, group: ParamGroup) -> None:
     parameters, gradients, *momentum = columns
     if group["nesterov"]:  # it would write into the gradients
         gradients = [gradient.clone() for gradient in gradients]

@@ -40,7 +40,7 @@ class FusedWgrad(Observer):
         self._layers: list[Linear] = []
         for layer in reducer.module.modules():
             if _is_plain(layer) and id(layer.weight) in self._index_of:
-                layer.forward = _Forward(layer, self)  # type: ignore[method-assign]
+                layer.forward = _FusedForward(layer, self)  # type: ignore[method-assign]
                 self._layers.append(layer)
 
     def index_of(self, parameter: torch.Tensor | None) -> int | None:
@@ -95,7 +95,7 @@ def _is_plain(layer: Any) -> TypeGuard[Linear]:
     )
 
 
-class _Forward:
+class _FusedForward:
     def __init__(self, layer: Linear, fused: FusedWgrad) -> None:
         # Weak, because the layer holds this object.
         self._layer, self._fused = weakref.ref(layer), fused

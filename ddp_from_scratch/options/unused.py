@@ -42,7 +42,7 @@ def reached(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
     return leaves
 
 
-class _Forward:
+class _ForwardGraph:
     def __init__(self, reached: set[int] | None, others: Iterable[torch.Tensor]) -> None:
         self.reached = reached  # indices of the Reducer's parameters; None means unknown
         self.others: list[weakref.ref[torch.Tensor]] = [weakref.ref(leaf) for leaf in others]
@@ -83,8 +83,10 @@ class Unused(Usage):
         self._counted = Counter[int]()
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Weak: the hooks on a graph own its record, which disappears with the graph.
-        self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()
-        self._last: _Forward | None = None  # the last walk's record, which a static graph reuses
+        self._forwards: weakref.WeakSet[_ForwardGraph] = weakref.WeakSet()
+        self._last: _ForwardGraph | None = (
+            None  # the last walk's record, which a static graph reuses
+        )
 
     @property
     def allows_unused(self) -> bool:
@@ -126,15 +128,15 @@ class Unused(Usage):
 
     on_forwarded = prepare
 
-    def _search(self, outputs: Sequence[torch.Tensor]) -> _Forward:
+    def _search(self, outputs: Sequence[torch.Tensor]) -> _ForwardGraph:
         """Walks the graph of these tensors."""
         with torch.profiler.record_function("search_unused_parameters"):
             leaves = reached(outputs)
         if leaves is None:
-            return _Forward(None, ())
+            return _ForwardGraph(None, ())
         known = self._index_of
         others = [leaf for leaf in leaves if id(leaf) not in known]
-        return _Forward({known[id(leaf)] for leaf in leaves if id(leaf) in known}, others)
+        return _ForwardGraph({known[id(leaf)] for leaf in leaves if id(leaf) in known}, others)
 
     @property
     def hides_parameters(self) -> bool:
@@ -145,7 +147,7 @@ class Unused(Usage):
         """True if the pass that autograd executes goes through one of these graphs."""
         return any(map(self._accumulates, self._forwards))
 
-    def _accumulates(self, forward: _Forward) -> bool:
+    def _accumulates(self, forward: _ForwardGraph) -> bool:
         """True for `backward()`, False for `torch.autograd.grad`."""
         if forward.reached:
             return any(will_accumulate(self._reducer().parameters[i]) for i in forward.reached)
@@ -155,7 +157,7 @@ class Unused(Usage):
 
     # Backward -----------------------------------------------------------------------------------
 
-    def on_enter(self, forward: _Forward) -> None:
+    def on_enter(self, forward: _ForwardGraph) -> None:
         """Marks parameters unused when backward enters the graph of a forward pass."""
         reducer: CoreReducer | None = self._reducer()
         if reducer is None or forward not in self._forwards:
@@ -164,7 +166,7 @@ class Unused(Usage):
             return
         reducer.begin_early(partial(self._find_unused, forward))
 
-    def _find_unused(self, forward: _Forward) -> set[int]:
+    def _find_unused(self, forward: _ForwardGraph) -> set[int]:
         """Returns the parameters that get no gradient in the pass that goes through this graph."""
         everything = set(range(self._count))
         if self._expected is not None:
@@ -267,7 +269,7 @@ class Unused(Usage):
         self._forwards.clear()  # graphs that are still alive do not enter
 
 
-def _enter(unused: "weakref.ref[Unused]", forward: _Forward, gradients: Any) -> None:
+def _enter(unused: "weakref.ref[Unused]", forward: _ForwardGraph, gradients: Any) -> None:
     if (found := unused()) is not None:
         found.on_enter(forward)
 
