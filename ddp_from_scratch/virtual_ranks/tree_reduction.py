@@ -252,7 +252,7 @@ class TreeReduction:
             row = flat
             if last not in range(start, start + size):
                 row = torch.zeros_like(flat)
-                windows = dict(zip(members, bucket.windows_of(row), strict=True))
+                windows = dict(zip(members, bucket.views_of(row), strict=True))
                 for index, gradient in gradients.items():
                     windows[index].copy_(gradient)
             rows.append(as_real(row))
