@@ -63,8 +63,8 @@ class Engine:
             if settings.optimizer == "muon":
                 hidden_matrices(self.model, settings.model)
             # With --elastic this process is alone until `_begin`.
-            most_ranks = settings.virtual_ranks or 1
-            self.membership: Membership = Membership(world, most_ranks, settings.timeout)
+            max_world_size = settings.virtual_ranks or 1
+            self.membership: Membership = Membership(world, max_world_size, settings.timeout)
             if not self.membership.elastic:
                 self._open_outputs()
         state, compressed = self._until_met(self._begin)

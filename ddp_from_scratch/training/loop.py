@@ -323,8 +323,8 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
 
 def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
     """Prints a saved model's test accuracy, by default on the dataset of its training."""
-    asked = {"the command": "test", "--dataset": dataset or "not given"}
-    group = prepare_process(settings, world, asked)
+    must_match = {"the command": "test", "--dataset": dataset or "not given"}
+    group = prepare_process(settings, world, must_match)
     model, state = load_model(path, world, group)
     name = dataset or state["settings"]["dataset"]
     data = open_dataset(name, settings, world, group)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import nodes
-from ddp_from_scratch.launch.nodes import Link, Nodes
+from ddp_from_scratch.launch.nodes import Link, MachineRegistry
 
 
 class Job:
@@ -19,7 +19,9 @@ class Job:
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
         self.store = dist.HashStore()
         self.joined, self.most = [], 9
-        self.machines = Nodes(self.store, nodes.Job(counts, elastic, {"--lr": "0.1"}), 60.0)
+        self.machines = MachineRegistry(
+            self.store, nodes.Job(counts, elastic, {"--lr": "0.1"}), 60.0
+        )
 
     def comes(self, node, *counts, lr="0.1", elastic=True):
         """An agent of this machine arrives; returns its answer, None if there is none yet."""
