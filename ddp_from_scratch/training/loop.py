@@ -54,8 +54,8 @@ class Trainer(Engine):
                         # Unfinished collectives would hold the lost group's connections.
                         stop.drop()
                         self.reducer.abort_step()
-                    self._lose(error)
-                kept = self._until_met(self._continue)
+                    self._rejoin(error)
+                kept = self._retry_rendezvous(self._continue)
                 self.regrouped = left, time.monotonic(), kept
         if number:
             return number
@@ -337,4 +337,5 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
                 )
         loader = make_loader(data.test, settings, world, train=False)
     share = accuracy(model, loader, world, settings.precision)
-    Report(speaks=world.rank == 0, quiet=settings.quiet).result(f"{name} test accuracy {share:.4f}")
+    report = Report(is_rank_0=world.rank == 0, quiet=settings.quiet)
+    report.result(f"{name} test accuracy {share:.4f}")
