@@ -2,7 +2,7 @@
 
     job.run(Agent(["true"], rank_of, range(1)), "wait 3 | ends 0 KILL") == 137
 
-Before each poll the next event happens, a method of `Job`; `&` joins events between polls.
+Before each poll the next event happens, a method of `FakeJob`; `&` joins events between polls.
 """
 
 import signal
@@ -53,7 +53,7 @@ class StillRuns(Exception):
     pass
 
 
-class Job:
+class FakeJob:
     def __init__(self, monkeypatch):
         self.now, self._until, self._events = 100.0, 100.0, iter(())
         self.ranks = []

@@ -13,7 +13,7 @@ from ddp_from_scratch.launch import nodes
 from ddp_from_scratch.launch.nodes import Link, MachineRegistry
 
 
-class Job:
+class MachineZero:
     def __init__(self, monkeypatch, counts, elastic):
         self.now, self.beat = 100.0, 0
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
@@ -60,7 +60,7 @@ WRONG_RATE = "--lr is 0.2 here and 0.1 on machine 0"
 @pytest.fixture
 def unmet(monkeypatch):
     """An elastic job of two machines, with processes 0 here and 1 and 2 there."""
-    job = Job(monkeypatch, [1, 2], elastic=True)
+    job = MachineZero(monkeypatch, [1, 2], elastic=True)
     job.ranks = {member: job.machines.start(1, member) for member in (1, 2)}
     return job
 
@@ -138,7 +138,7 @@ def test_a_machine_that_is_new(job, capfd):
 
 @pytest.fixture
 def together(monkeypatch):
-    return Job(monkeypatch, [1, 1, 1], elastic=False)
+    return MachineZero(monkeypatch, [1, 1, 1], elastic=False)
 
 
 @pytest.mark.parametrize(
