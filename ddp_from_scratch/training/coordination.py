@@ -18,10 +18,10 @@ import ddp_from_scratch
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.common.group import gather_objects, wait
+from ddp_from_scratch.common.random import seed_generators
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.world.world import World
 
 

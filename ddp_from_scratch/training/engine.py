@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import ddp_from_scratch as ddp
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.common.group import gather_objects
+from ddp_from_scratch.common.random import seed_generators
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
@@ -25,7 +26,6 @@ from ddp_from_scratch.training.datasets import ImageData, Sample, StepSampler, m
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world.elastic import Membership, broadcast_state

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.group import wait
+from ddp_from_scratch.common.random import seeded
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.extension import Extension
 from ddp_from_scratch.core.reducer import CoreReducer
@@ -26,7 +27,6 @@ from ddp_from_scratch.virtual_ranks.tree_reduction import (
     PartialSums,
     TreeReduction,
     deal_rest,
-    seeded,
     virtual_rank_range,
 )
 
