@@ -30,6 +30,7 @@ from ddp_from_scratch.backend.stage import Exchange, SharedTensors, Stage
 from ddp_from_scratch.backend.transport import Transport
 from ddp_from_scratch.backend.work import NodeWork, Operation, Outputs, Worker, run_in_turn
 from ddp_from_scratch.common.errors import CommunicationError, NoSharedMemory
+from ddp_from_scratch.common.numbers import is_power_of_two
 
 Tensors = Sequence[torch.Tensor]
 
@@ -65,7 +66,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # Cached, since making the text takes as long as summing a small tensor.
         self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
         # True if 1/n is exact: AVG has the bits of torch's DDP, which divides before the sum.
-        self.divides_first: bool = transport.size.bit_count() == 1
+        self.divides_first: bool = is_power_of_two(transport.size)
         self._timeout = timeout
         self.calls: int = 0  # so far; numbers them in error messages
         # Returns the gloo group beside this one, whose calls the ranks compare, too.
