@@ -16,7 +16,7 @@ from benchmarks.harness.report import RESULTS, Bar, draw_bars
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.__main__ import main
 from ddp_from_scratch.bench.results import Run, Samples, kind
-from ddp_from_scratch.bench.timing import Job
+from ddp_from_scratch.bench.timing import BenchmarkJob
 from ddp_from_scratch.bench.workloads import workload
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
@@ -26,7 +26,7 @@ DRAWN = ("Reducer, views", "", ", shard=world", ", shard=node", ", shard=node, f
 _DRAWN_NAME = re.compile(r"(?:ddp\.\w+)?(.*?) on (?:gloo|nccl)(.*)")
 
 
-def draw(job: Job, run: Run, folder: Path) -> None:
+def draw(job: BenchmarkJob, run: Run, folder: Path) -> None:
     title = f"{workload(job.model).name}; {job.nproc} ranks"
     draw_run(job.file_name, title, run, folder)
 

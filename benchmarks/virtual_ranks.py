@@ -32,6 +32,7 @@ from ddp_from_scratch.bench.contenders import (
 from ddp_from_scratch.bench.results import Samples, median_interval, text_table
 from ddp_from_scratch.bench.timing import check_ranks, interleave, rounds_for, warm_up
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
+from ddp_from_scratch.common.numbers import is_power_of_two
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world.world import World
 
@@ -50,7 +51,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.virtual_ranks", __doc__)
     add_common_options(parser)
     options = parse_sweep(parser, arguments, quick="mlp", full="the same models")
-    if options.nproc < 1 or options.nproc & (options.nproc - 1):
+    if not is_power_of_two(options.nproc):
         raise UsageError(f"--nproc must be a power of two, got {options.nproc}")
     return options
 

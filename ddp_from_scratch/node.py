@@ -41,9 +41,9 @@ class ProcessGroupNode(CollectivesGroup):
 
     backend: ClassVar[str] = "node"
 
-    def __init__(self, everyone: GlooTransport, timeout: timedelta, gloo: Gloo) -> None:
-        super().__init__(everyone, timeout)
-        self._everyone = everyone
+    def __init__(self, transport: GlooTransport, timeout: timedelta, gloo: Gloo) -> None:
+        super().__init__(transport, timeout)
+        self._transport = transport
         self._gloo: Gloo | None = gloo
 
     @classmethod
@@ -75,11 +75,11 @@ class ProcessGroupNode(CollectivesGroup):
         return self.gloo._get_backend(torch.device("cpu")).options
 
     def get_group_store(self) -> dist.Store:
-        return self._everyone.store
+        return self._transport.store
 
     def _part(self, ranks: Sequence[int], timeout: timedelta, name: str) -> ProcessGroupNode:
         store = dist.PrefixStore(f"{name}/", self.get_group_store())
-        world_ranks = [self._everyone.world_ranks[rank] for rank in ranks]
+        world_ranks = [self._transport.world_ranks[rank] for rank in ranks]
         return self.open(store, list(ranks).index(self.rank()), world_ranks, timeout)
 
     def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
@@ -106,8 +106,8 @@ class ProcessGroupNode(CollectivesGroup):
         self.checked_barrier.leave()  # not collective: each rank has its own mapping
         if self._worker.close(self._timeout.total_seconds()):
             self._free_memory()
-            self._nodes.free()
-            self._nodes.everyone.free()
+            self._topology.free()
+            self._topology.world.free()
 
 
 _CPU = torch.device("cpu")
@@ -157,9 +157,9 @@ def gloo_alone(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def _open_beside(group: dist.ProcessGroup) -> ProcessGroupNode | None:
     timeout, ranks = timeout_of(group), dist.get_process_group_ranks(group)
-    everyone = GlooTransport(substore(group), group.rank(), ranks, timeout)
+    transport = GlooTransport(substore(group), group.rank(), ranks, timeout)
     # Weak, since a strong reference to the gloo group would keep its threads alive.
-    opened = ProcessGroupNode(everyone, timeout, weakref.ref(group))
+    opened = ProcessGroupNode(transport, timeout, weakref.ref(group))
     # Across machines, a wait for a lost rank might never end, and its thread could not be ended.
     left_behind = may_be_in_flight() and opened.machines > 1
     if (not opened.shares_memory and group.size() > 1) or left_behind:

@@ -22,8 +22,8 @@ import torch
 
 from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import CHUNK, Reduction, share_of
-from ddp_from_scratch.backend.shared_memory import LASTING, Nodes
-from ddp_from_scratch.backend.stage import Stage, Windows
+from ddp_from_scratch.backend.shared_memory import LASTING, Topology
+from ddp_from_scratch.backend.stage import SharedTensors, Stage
 from ddp_from_scratch.backend.transport import Transport, write_back
 
 # With several machines, tensors of at least this many bytes are summed on each machine first.
@@ -41,15 +41,16 @@ class AllReduce:
     There are four algorithms; all ranks use the same one:
 
     - eager: each rank copies a small tensor to the barrier's eager buffer and sums all buffers;
-    - in place: a larger tensor lies in shared memory (`Windows`), at the same place on all ranks;
+    - in place: a larger tensor lies in shared memory (`SharedTensors`), at the same place on all
+      ranks;
     - staged: any other tensor goes through shared memory (`Stage`), a piece at a time;
     - messages: for small tensors across machines, and where no two ranks share memory.
     """
 
     def __init__(
-        self, nodes: Nodes, barrier: CheckedBarrier, windows: Windows, stage: Stage
+        self, topology: Topology, barrier: CheckedBarrier, shared: SharedTensors, stage: Stage
     ) -> None:
-        self._nodes, self._barrier, self._windows, self._stage = nodes, barrier, windows, stage
+        self._topology, self._barrier, self._shared, self._stage = topology, barrier, shared, stage
         # Cached, since making a view takes as long as summing a small tensor.
         self._eager = lru_cache(maxsize=256)(self._make_eager)
         # One per dtype is enough, since the operations of a group run one after another.
@@ -61,14 +62,17 @@ class AllReduce:
             # The buffer of the next meeting: a slow rank may still read that of the last one.
             buffers[1 - self._barrier.parity][self._barrier.rank].copy_(tensor)
             return ""
-        place = self._windows.place(tensor)
+        place = self._shared.place(tensor)
         # Saves the first piece a barrier. Opening the stage must wait, since it is collective.
         if not place and self._stage.memory and self._is_staged(tensor):
             self._stage.fill(tensor)
         return place
 
     def __call__(
-        self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None = None
+        self,
+        tensor: torch.Tensor,
+        reduction: Reduction,
+        inter_node_dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
         """Replaces the tensor by its reduction over all ranks, after they have met."""
         if buffers := self._eager(tensor.shape, tensor.dtype):
@@ -77,17 +81,17 @@ class AllReduce:
                 total = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
             write_back(reduction.fold(buffers[self._barrier.parity], total), tensor)
         # `same_place` is equal on all ranks, so all of a machine take the same branch.
-        elif self._barrier.same_place and self._windows.place(tensor):
-            for chunk, total in self._reduce(self._own_shares(tensor), reduction, crossing):
+        elif self._barrier.same_place and self._shared.place(tensor):
+            for chunk, total in self._reduce(self._own_shares(tensor), reduction, inter_node_dtype):
                 for part in chunk:
                     if part is not total:
                         part.copy_(total)
             self._barrier.wait()  # no rank reads before all shares are reduced
         elif self._is_staged(tensor) and self._stage.open():
-            self._reduce_staged(tensor, reduction, crossing)
+            self._reduce_staged(tensor, reduction, inter_node_dtype)
         else:
             dense = tensor.contiguous()
-            _by_messages(self._nodes.everyone, dense.view(-1), reduction, crossing)
+            _by_messages(self._topology.world, dense.view(-1), reduction, inter_node_dtype)
             write_back(dense, tensor)
         return [tensor]
 
@@ -97,7 +101,7 @@ class AllReduce:
         The tensor lies in a window, is no 16-bit float, and may change only after the next meeting.
         `receive` gets the index of the first element and the chunk, which is then overwritten.
         """
-        if not self._barrier.same_place or not self._windows.place(tensor):
+        if not self._barrier.same_place or not self._shared.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
         shares = self._own_shares(tensor)
         begin, _ = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
@@ -106,13 +110,16 @@ class AllReduce:
             begin += total.numel()
 
     def split(self, reduction: Reduction, dtype: torch.dtype) -> tuple[Reduction, Reduction]:
-        """Returns the reductions on this machine and across machines. One divides an average."""
+        """Returns the reduction on this machine, and the one across machines.
+
+        If they average, one of the two divides.
+        """
         # A division: see `core/comm_hooks.py`.
         # On this machine where that is exact, or keeps a sum in 16 bits from overflow, else across
         # machines, so a machine with one rank rounds nothing.
         wide = dtype == reduction.dtype
         first = reduction.divides_first if wide else self._stage.shares_memory
-        if self._nodes.count == 1 or first:
+        if self._topology.count == 1 or first:
             return reduction, reduction.undivided
         return reduction.undivided, reduction
 
@@ -125,7 +132,7 @@ class AllReduce:
         """Returns the eager buffer of each rank, by parity; empty if the tensor is too large."""
         nbytes = shape.numel() * dtype.itemsize
         # Ranks on other machines cannot read the eager buffers.
-        if self._nodes.count > 1 or nbytes > self._barrier.eager_nbytes:
+        if self._topology.count > 1 or nbytes > self._barrier.eager_nbytes:
             return []
         return [
             [pair[parity][:nbytes].view(dtype).view(shape) for pair in self._barrier.eager]
@@ -133,49 +140,49 @@ class AllReduce:
         ]
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
-        here = self._nodes.count == 1
+        here = self._topology.count == 1
         return self._stage.shares_memory and (here or tensor.nbytes >= STAGED_FROM)
 
     def _reduce_staged(
-        self, tensor: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None
+        self, tensor: torch.Tensor, reduction: Reduction, inter_node_dtype: torch.dtype | None
     ) -> None:
         # `prepare` has not filled a new stage, nor one for a tensor in a window on this rank.
         if self._stage.dense is None or not self._barrier.same_place:
             self._stage.fill(tensor)
             self._barrier.wait()
         for shares in self._stage.shares():
-            for chunk, total in self._reduce(shares, reduction, crossing):
+            for chunk, total in self._reduce(shares, reduction, inter_node_dtype):
                 if chunk[0] is not total:
                     chunk[0].copy_(total)
         write_back(self._stage.take(), tensor)
 
     def _own_shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         begin, end = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
-        return [part[begin:end] for part in self._windows.by_rank(tensor)]
+        return [part[begin:end] for part in self._shared.by_rank(tensor)]
 
     def _reduce(
         self,
         shares: list[torch.Tensor],
         reduction: Reduction,
-        crossing: torch.dtype | None = None,
+        inter_node_dtype: torch.dtype | None = None,
         keep: bool = False,
     ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
         """Yields chunks of the shares with their reductions, in the first chunk unless `keep`."""
         wide = shares[0].dtype == reduction.dtype
         here, across = self.split(reduction, shares[0].dtype)
         in_place, scratch = wide and not keep, self._scratch(reduction)
-        whole = shares[0] if self._nodes.count == 1 or not keep else torch.empty_like(shares[0])
+        whole = shares[0] if self._topology.count == 1 or not keep else torch.empty_like(shares[0])
         chunks = list(zip(*(part.split(CHUNK) for part in (whole, *shares)), strict=True))
         for part, *chunk in chunks:
             # A fold can write to its first tensor, since it reads that one before it writes.
             total = here.fold(chunk, chunk[0] if in_place else scratch[: part.numel()])
-            if self._nodes.count == 1:
+            if self._topology.count == 1:
                 yield chunk, total
             elif not in_place:
                 part.copy_(total)
-        if self._nodes.count > 1:
+        if self._topology.count > 1:
             if whole.numel():  # a rank past the owners has an empty share, and so have its peers
-                _by_messages(self._nodes.peers, whole, across, crossing)
+                _by_messages(self._topology.inter_node, whole, across, inter_node_dtype)
             for part, _, *others in chunks:
                 yield [part, *others], part
 
@@ -190,12 +197,16 @@ class AllReduce:
 
 
 def _by_messages(
-    transport: Transport, flat: torch.Tensor, reduction: Reduction, crossing: torch.dtype | None
+    transport: Transport,
+    flat: torch.Tensor,
+    reduction: Reduction,
+    inter_node_dtype: torch.dtype | None,
 ) -> None:
     """Replaces `flat` by its reduction over all ranks, with the same bits on each."""
-    if crossing is not None and crossing.itemsize < flat.itemsize:  # only sums have a `crossing`
-        compressed = flat.to(crossing)
-        _by_messages(transport, compressed, Reduction.of(reduction.op, crossing, 1), None)
+    # Only sums are given a dtype.
+    if inter_node_dtype is not None and inter_node_dtype.itemsize < flat.itemsize:
+        compressed = flat.to(inter_node_dtype)
+        _by_messages(transport, compressed, Reduction.of(reduction.op, inter_node_dtype, 1), None)
         flat.copy_(compressed)
     elif transport.size == 1:
         reduction.fold([flat], flat)

@@ -20,8 +20,8 @@ from ddp_from_scratch.backend import operations
 from ddp_from_scratch.backend.operations import COUNT_NBYTES, FINGERPRINT_NBYTES, name_ranks
 from ddp_from_scratch.backend.shared_memory import (
     DisseminationBarrier,
-    Nodes,
     SharedMemory,
+    Topology,
     semaphores_nbytes,
 )
 from ddp_from_scratch.backend.transport import ProcessWatch, Transport
@@ -100,14 +100,14 @@ class CheckedBarrier:
     `rank` and `size` are those among the ranks of this machine.
     """
 
-    def __init__(self, nodes: Nodes, progress: Progress = lambda: math.inf) -> None:
-        self._nodes, self._process = nodes, os.getpid()
+    def __init__(self, topology: Topology, progress: Progress = lambda: math.inf) -> None:
+        self._topology, self._process = topology, os.getpid()
         self.progress = progress
-        self.rank: int = nodes.node.rank
-        self.size: int = nodes.node.size
-        self._ranks = nodes.node.world_ranks
-        self._processes = ProcessWatch(nodes.node.allgather(self._process))
-        self._memory = memory = BarrierMemory(nodes.node, nodes.count)
+        self.rank: int = topology.intra_node.rank
+        self.size: int = topology.intra_node.size
+        self._ranks = topology.intra_node.world_ranks
+        self._processes = ProcessWatch(topology.intra_node.allgather(self._process))
+        self._memory = memory = BarrierMemory(topology.intra_node, topology.count)
         self.eager: list[torch.Tensor] = memory.eager
         self.eager_nbytes: int = memory.eager_nbytes
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
@@ -129,7 +129,8 @@ class CheckedBarrier:
         self._check_every = _CHECK_SOON if may_be_in_flight() else _CHECK_EVERY
         self._is_broken = failure_detector()
         self._since = 0.0  # when this rank began to wait
-        nodes.node.allgather(None)  # no rank may touch a semaphore before its owner creates it
+        # No rank may touch a semaphore before its owner creates it.
+        topology.intra_node.allgather(None)
         _open.add(self)
 
     @property
@@ -141,7 +142,7 @@ class CheckedBarrier:
     def missing_names(self) -> str:
         missing = self._behind(self._memory.arrived, self._met_at)
         # This machine's first rank may be behind only because it waits for another machine.
-        if not missing and self._nodes.count > 1:
+        if not missing and self._topology.count > 1:
             return "ranks on other machines"
         missing = missing or self._behind(self._memory.arrived, self._waits)
         return name_ranks(missing) or "a rank that has stopped"
@@ -160,7 +161,7 @@ class CheckedBarrier:
         self, others: int, name_others: Callable[[int, int], tuple[int, str] | None]
     ) -> None:
         """Compares the number of calls on the gloo group beside this one, now `others`."""
-        if self._nodes.count == 1:  # of other machines a rank hears only one fingerprint
+        if self._topology.count == 1:  # of other machines a rank hears only one fingerprint
             self._others, self.name_others = others, name_others
 
     def meet(self, operation: str, place: str, timeout: float, others: int = 0) -> None:
@@ -181,7 +182,7 @@ class CheckedBarrier:
         self._memory.fingerprints[self.rank][parity][: len(own)] = own
         self._met_at = self._waits + 1
         self.wait()
-        if self._nodes.count > 1:
+        if self._topology.count > 1:
             self._exchange(parity)
         if not self._is_same(own, parity):
             self._compare(own, parity, others)
@@ -236,7 +237,7 @@ class CheckedBarrier:
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
                 own[bytes(own).index(b"\n") + 1] = ord("*")
             heard = self._memory.heard[parity].reshape(-1).data
-            arrived = self._nodes.peers.begin_allgather(own, heard)
+            arrived = self._topology.inter_node.begin_allgather(own, heard)
             pause = 1e-5  # polled with growing pauses, since no semaphore reaches another machine
             while True:
                 try:
@@ -253,7 +254,7 @@ class CheckedBarrier:
 
     def _found(self, parity: int) -> list[bytes]:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
-        if self._nodes.count > 1:
+        if self._topology.count > 1:
             found += [bytes(one) for one in self._memory.heard[parity]]
         return found
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.calls import AVERAGES, Block, Position, blocked, find_mismatch
+from ddp_from_scratch.backend.calls import AVERAGES, BlockingCall, Position, blocked, find_mismatch
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.common.group import cut_connections, may_be_in_flight
@@ -86,7 +86,7 @@ class _Watched:
         """True if the program has destroyed the group, which something may still hold."""
         return self._is_listed and group not in dist.distributed_c10d._world.pg_names
 
-    def look(self, group: dist.ProcessGroup, block: Block | None) -> None:
+    def look(self, group: dist.ProcessGroup, block: BlockingCall | None) -> None:
         """Notes progress; compares with the other ranks if there was none. Raises RuntimeError."""
         now = time.monotonic()
         beside = self.averages() if self.averages is not None else None
@@ -131,7 +131,7 @@ class _Watched:
         elif found and now > self._suspected_at + _SURE_S:
             self._store.set(_FOUND, found)
 
-    def end(self, group: dist.ProcessGroup, block: Block | None) -> None:
+    def end(self, group: dist.ProcessGroup, block: BlockingCall | None) -> None:
         """Makes this rank's calls fail: those in shared memory, then those of gloo."""
         if (beside := self.averages() if self.averages is not None else None) is not None:
             beside.checked_barrier.end(self.found)

@@ -100,7 +100,7 @@ def _call(entry: Mapping[str, Any], main: str) -> Call:
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockingCall:
     """The collective in which this rank's main thread is, as seen from its stack."""
 
     ours: bool  # in a call of this package, so `function` and `group` are not known
@@ -109,7 +109,7 @@ class Block:
     raises: bool = False  # an error that another thread sets is raised from this very call
 
 
-def blocked() -> Block | None:
+def blocked() -> BlockingCall | None:
     """Returns the collective in which the main thread is; None if it may be computing."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_code.co_filename == _FUTURES:
@@ -117,7 +117,7 @@ def blocked() -> Block | None:
     if frame is None:
         return None
     if frame.f_code.co_filename.startswith(_PACKAGE):
-        return Block(ours=True)
+        return BlockingCall(ours=True)
     if frame.f_code.co_filename != _TORCH:
         return None
     outer, wrapped = frame, False
@@ -131,7 +131,7 @@ def blocked() -> Block | None:
     if function.startswith("_") or function in _NOT_COLLECTIVE:
         return None
     group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
-    return Block(False, function, group, wrapped)
+    return BlockingCall(False, function, group, wrapped)
 
 
 def _callers(frame: FrameType | None) -> Iterator[FrameType]:
@@ -160,7 +160,9 @@ class Position:
     texts: dict[str, list[str]]
 
     @classmethod
-    def of(cls, block: Block | None, groups: list[str], averages: dict[str, int], now: str) -> Self:
+    def of(
+        cls, block: BlockingCall | None, groups: list[str], averages: dict[str, int], now: str
+    ) -> Self:
         """Reads the position. `averages` counts those by group; `now` is the one under way."""
         calls = recorded()
         numbers, texts = dict(averages), {name: [now] for name in averages}

@@ -35,7 +35,7 @@ from ddp_from_scratch.backend.operations import (
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
 from ddp_from_scratch.backend.reduction import ReduceOp, Reduction
 from ddp_from_scratch.backend.transport import write_back
-from ddp_from_scratch.backend.work import Operation, Result
+from ddp_from_scratch.backend.work import Operation, Outputs
 
 
 class CollectivesGroup(SharedMemoryGroup):
@@ -82,7 +82,7 @@ class CollectivesGroup(SharedMemoryGroup):
             self._exchange.prepare(parts, most, for_each=True)
             return self._place(parts)
 
-        def run() -> Result:
+        def run() -> Outputs:
             dense = output.contiguous()
             if self.checked_barrier.same_place and self._place(parts):
                 self._reduce_in_windows(dense.view(-1), parts, reduction)
@@ -95,16 +95,16 @@ class CollectivesGroup(SharedMemoryGroup):
     def _reduce_in_windows(
         self, output: torch.Tensor, parts: Tensors, reduction: Reduction
     ) -> None:
-        peers, own = self._nodes.peers, parts[self.rank()]
-        if self._nodes.count == 1:
-            reduction.fold_into(output, self._windows.by_rank(own))
+        own = parts[self.rank()]
+        if self._topology.count == 1:
+            reduction.fold_into(output, self._shared.by_rank(own))
         else:
             here, across = self._reduce.split(reduction, own.dtype)
             sums = [torch.empty_like(parts[rank]) for rank in self._column]
             for rank, total in zip(self._column, sums, strict=True):
-                here.fold_into(total, self._windows.by_rank(parts[rank]))
+                here.fold_into(total, self._shared.by_rank(parts[rank]))
             received = [torch.empty_like(own) for _ in sums]
-            peers.exchange(sums, received)
+            self._topology.inter_node.exchange(sums, received)
             across.fold_into(output, received)
         self.checked_barrier.wait()  # no rank writes to its parts before the others have read them
 
@@ -125,7 +125,7 @@ class CollectivesGroup(SharedMemoryGroup):
         (tensor,), root = tensors, opts.rootRank
         sent = [tensor] if self.rank() == root else []
 
-        def run() -> Result:
+        def run() -> Outputs:
             self._exchange.broadcast(tensor, root)
             return [tensor]
 
@@ -177,7 +177,7 @@ class CollectivesGroup(SharedMemoryGroup):
             self._exchange.prepare([tensor], tensor.nbytes)
             return self._place([output])
 
-        def run() -> Result:
+        def run() -> Outputs:
             dense = output.contiguous()
             parts = dense.view(-1).tensor_split(self.size())
             if self.checked_barrier.same_place and self._place([output]):
@@ -186,40 +186,41 @@ class CollectivesGroup(SharedMemoryGroup):
                 self._exchange([tensor], parts, tensor.nbytes)
             return [write_back(dense, output)]
 
-        text = f"all_gather_into_tensor of {size_of(output)}{caller.suffix}"
+        text = f"all_gather_into_tensor of {size_of(output)}{caller.op_label}"
         return Operation(text, run, prepare)
 
     def _gather_in_windows(self, parts: Tensors, tensor: torch.Tensor) -> None:
         own = parts[self.rank()]
         if own.data_ptr() != tensor.data_ptr():
             own.copy_(tensor.view(-1))
-        if self._nodes.count > 1:
-            self._nodes.peers.exchange([own] * len(self._column), [parts[r] for r in self._column])
+        if self._topology.count > 1:
+            received = [parts[rank] for rank in self._column]
+            self._topology.inter_node.exchange([own] * len(received), received)
         self.checked_barrier.wait()
         for rank, part in enumerate(parts):
             if rank not in self._column:
-                part.copy_(self._windows.by_rank(part)[self._local_ranks[rank]])
+                part.copy_(self._shared.by_rank(part)[self._local_ranks[rank]])
         self.checked_barrier.wait()  # no rank changes its part before the others have read it
 
     @cached_property
     def _local_ranks(self) -> list[int]:
         """Each rank's number among those of its machine. Collective at first."""
-        if self._nodes.count == 1:
+        if self._topology.count == 1:
             return list(range(self.size()))
-        return self._nodes.everyone.allgather(self._nodes.node.rank)
+        return self._topology.world.allgather(self._topology.intra_node.rank)
 
     @cached_property
     def _column(self) -> list[int]:
-        """The ranks with this rank's number on each machine (`Nodes.peers`)."""
-        number = self._nodes.node.rank
+        """The ranks with this rank's number on each machine (`Topology.inter_node`)."""
+        number = self._topology.intra_node.rank
         return [rank for rank, other in enumerate(self._local_ranks) if other == number]
 
     def _place(self, tensors: Tensors) -> str:
         """Returns where tensors lie in one window; empty if they do not or machines differ."""
         storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        equal = self._stage.owners * self._nodes.count == self.size()
+        equal = self._stage.owners * self._topology.count == self.size()
         whole = all(tensor.is_contiguous() for tensor in tensors)
-        return self._windows.place(tensors[0]) if equal and whole and len(storages) == 1 else ""
+        return self._shared.place(tensors[0]) if equal and whole and len(storages) == 1 else ""
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> dist.Work:
         (tensor,), root = inputs, opts.rootRank
@@ -291,7 +292,7 @@ class CollectivesGroup(SharedMemoryGroup):
         result: Tensors,
         for_each: bool = False,
     ) -> Operation:
-        def run() -> Result:
+        def run() -> Outputs:
             self._exchange(sent, received, most, for_each)
             return list(result)
 
@@ -308,7 +309,7 @@ class CollectivesGroup(SharedMemoryGroup):
             [[part.numel() for part in parts] for parts in (sent, received)], device="cpu"
         )
 
-        def run() -> Result:
+        def run() -> Outputs:
             sizes = own.new_empty(size, 2, size)
             self._exchange([own], sizes.unbind(), own.nbytes)
             by_source, by_target = sizes.unbind(1)
@@ -324,7 +325,7 @@ class CollectivesGroup(SharedMemoryGroup):
         self, kind: str, sent: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype
     ) -> None:
         """Raises on all ranks where numbers, indexed by target and then by source, differ."""
-        names = self._nodes.everyone.world_ranks
+        names = self._topology.world.world_ranks
         wrong = [
             f"rank {names[source]} sends {sent[target, source]} x {dtype} to rank "
             f"{names[target]}, which expects {expected[target, source]}"

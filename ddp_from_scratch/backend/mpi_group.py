@@ -69,7 +69,7 @@ atexit.register(_end_at_once_after_failure)
 COUNTABLE = 2**31 - 2**20  # bytes; most MPIs count in 32 bits
 BLOCK = 2**30
 
-_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1  # programs use lower ones
+_EXCHANGE_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1  # programs use lower ones
 
 
 def message(tensor: torch.Tensor) -> Any:
@@ -124,7 +124,7 @@ class MPITransport:
         for begin, tensors in (self.handle.Irecv, received), (self.handle.Isend, sent):
             for rank, tensor in enumerate(tensors):
                 if rank != self.rank and tensor.numel():
-                    requests.append(begin(message(tensor), rank, _TAG))
+                    requests.append(begin(message(tensor), rank, _EXCHANGE_TAG))
         MPI.Request.Waitall(requests)
 
 
@@ -227,7 +227,8 @@ def _require_rank() -> None:
         raise RuntimeError(FORKED)
 
 
-_LAST_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # beyond every tag that a program uses
+# Of `monitored_barrier`: beyond every tag that a program uses.
+_BARRIER_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
 
 
 class ProcessGroupMPI(CollectivesGroup):
@@ -303,13 +304,13 @@ class ProcessGroupMPI(CollectivesGroup):
         if rank != 0:
             # Rank 0 cannot be missing if it answers, so 0 means that no rank is missing.
             answer = torch.zeros(1, dtype=torch.int64, device="cpu")
-            self.send([torch.zeros_like(answer)], 0, _LAST_TAG)
-            self.recv([answer], 0, _LAST_TAG).wait(limit + timedelta(seconds=5))
+            self.send([torch.zeros_like(answer)], 0, _BARRIER_TAG)
+            self.recv([answer], 0, _BARRIER_TAG).wait(limit + timedelta(seconds=5))
             missing = [int(answer)] if answer else []
         else:
             heard = {
                 other: self.recv(
-                    [torch.zeros(1, dtype=torch.int64, device="cpu")], other, _LAST_TAG
+                    [torch.zeros(1, dtype=torch.int64, device="cpu")], other, _BARRIER_TAG
                 )
                 for other in others
             }
@@ -319,9 +320,8 @@ class ProcessGroupMPI(CollectivesGroup):
                 time.sleep(1e-3)
             missing = [other for other in others if not heard[other].is_completed()]
             for other in set(others) - set(missing):
-                self.send(
-                    [torch.tensor([missing[0] if missing else 0], device="cpu")], other, _LAST_TAG
-                ).wait()
+                answer = torch.tensor([missing[0] if missing else 0], device="cpu")
+                self.send([answer], other, _BARRIER_TAG).wait()
         if missing:
             named = missing if wait_all_ranks else missing[:1]
             missed = (
@@ -350,7 +350,7 @@ class ProcessGroupMPI(CollectivesGroup):
         with suppress(CommunicationError):
             self.checked_barrier.meet("destroy_process_group", "", seconds)
             self._free_memory()
-            self._nodes.free()
+            self._topology.free()
             communicator.Free()
 
 

@@ -126,7 +126,7 @@ _TEXT_NBYTES = FINGERPRINT_NBYTES - COUNT_NBYTES
 
 
 class _Caller(threading.local):
-    suffix = ""  # for whom this thread starts collectives: ` for bucket 0 of Reducer 2`
+    op_label = ""  # for whom this thread starts collectives: ` for bucket 0 of Reducer 2`
 
 
 caller: _Caller = _Caller()

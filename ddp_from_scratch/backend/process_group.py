@@ -25,11 +25,12 @@ from ddp_from_scratch.backend.all_reduce import AllReduce, Receive
 from ddp_from_scratch.backend.barrier import CheckedBarrier, Progress
 from ddp_from_scratch.backend.operations import PLAIN, caller, check_memory, size_of
 from ddp_from_scratch.backend.reduction import REDUCED, ReduceOp, Reduction
-from ddp_from_scratch.backend.shared_memory import Nodes
-from ddp_from_scratch.backend.stage import Exchange, Stage, Windows
+from ddp_from_scratch.backend.shared_memory import Topology
+from ddp_from_scratch.backend.stage import Exchange, SharedTensors, Stage
 from ddp_from_scratch.backend.transport import Transport
-from ddp_from_scratch.backend.work import NodeWork, Operation, Result, Worker, run_in_turn
+from ddp_from_scratch.backend.work import NodeWork, Operation, Outputs, Worker, run_in_turn
 from ddp_from_scratch.common.errors import CommunicationError, NoSharedMemory
+from ddp_from_scratch.common.numbers import is_power_of_two
 
 Tensors = Sequence[torch.Tensor]
 
@@ -45,32 +46,32 @@ class SharedMemoryGroup(dist.ProcessGroup):
     _part: Callable[[Sequence[int], timedelta, str], SharedMemoryGroup]
 
     def __init__(
-        self, everyone: Transport, timeout: timedelta, progress: Progress = lambda: math.inf
+        self, transport: Transport, timeout: timedelta, progress: Progress = lambda: math.inf
     ) -> None:
-        super().__init__(everyone.rank, everyone.size)  # type: ignore[call-arg, unused-ignore]
+        super().__init__(transport.rank, transport.size)  # type: ignore[call-arg, unused-ignore]
         # These constructors are collective, so all ranks must call them in this order.
-        self._nodes = Nodes.of(everyone)
-        self.machines: int = self._nodes.count  # a rank that shares no memory counts as one
-        self.checked_barrier: CheckedBarrier = CheckedBarrier(self._nodes, progress)
-        self._windows = Windows(self._nodes.node)
-        self._stage = Stage(self._nodes, self.checked_barrier)
-        self._reduce = AllReduce(self._nodes, self.checked_barrier, self._windows, self._stage)
+        self._topology = Topology.of(transport)
+        self.machines: int = self._topology.count  # a rank that shares no memory counts as one
+        self.checked_barrier: CheckedBarrier = CheckedBarrier(self._topology, progress)
+        self._shared = SharedTensors(self._topology.intra_node)
+        self._stage = Stage(self._topology, self.checked_barrier)
+        self._reduce = AllReduce(self._topology, self.checked_barrier, self._shared, self._stage)
         self._reduce_here = self._reduce  # for `average_on_machine`
         if self.machines > 1:
-            node = self._nodes.node
-            here = Nodes(everyone=node, node=node, peers=node, count=1)
+            node = self._topology.intra_node
+            here = Topology(world=node, intra_node=node, inter_node=node, count=1)
             stage = Stage(here, self.checked_barrier)
-            self._reduce_here = AllReduce(here, self.checked_barrier, self._windows, stage)
-        self._exchange = Exchange(self._nodes, self.checked_barrier, self._stage)
+            self._reduce_here = AllReduce(here, self.checked_barrier, self._shared, stage)
+        self._exchange = Exchange(self._topology, self.checked_barrier, self._stage)
         # Cached, since making the text takes as long as summing a small tensor.
         self._named_reduction = lru_cache(maxsize=1024)(self._make_named_reduction)
         # True if 1/n is exact: AVG has the bits of torch's DDP, which divides before the sum.
-        self.divides_first: bool = everyone.size.bit_count() == 1
+        self.divides_first: bool = is_power_of_two(transport.size)
         self._timeout = timeout
         self.calls: int = 0  # so far; numbers them in error messages
         # Returns the gloo group beside this one, whose calls the ranks compare, too.
         self._beside: Callable[[], dist.ProcessGroup | None] = NoneType
-        self._worker = Worker(f"{self.backend}-group-{everyone.size}")
+        self._worker = Worker(f"{self.backend}-group-{transport.size}")
 
     @property
     def shares_memory(self) -> bool:
@@ -131,16 +132,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Collectives ---------------------------------------------------------------------------------
 
     def allreduce(
-        self, tensors: Tensors, opts: Any = None, crossing: torch.dtype | None = None
+        self, tensors: Tensors, opts: Any = None, inter_node_dtype: torch.dtype | None = None
     ) -> dist.Work:
-        """Reduces over all ranks; sums cross between machines in the dtype `crossing`, if given."""
+        """Reduces over all ranks. Sums cross between machines in `inter_node_dtype`, if given."""
         op, operations = dist.ReduceOp.SUM if opts is None else opts.reduceOp, []
         for tensor in tensors:
             dense = tensor.is_cpu and tensor.layout is torch.strided
             if not dense or tensor.dtype not in REDUCED:
                 return self._all_reduce_elsewhere(tensors, opts)
-            text, reduction = self._named_reduction(tensor.numel(), tensor.dtype, op, caller.suffix)
-            run = partial(self._reduce, tensor, reduction, crossing)
+            text, reduction = self._named_reduction(
+                tensor.numel(), tensor.dtype, op, caller.op_label
+            )
+            run = partial(self._reduce, tensor, reduction, inter_node_dtype)
             operations.append(Operation(text, run, partial(self._reduce.prepare, tensor)))
         return self._submit("all_reduce", tensors, opts, operations, written=tensors)
 
@@ -155,17 +158,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def average_on_machine(self, tensor: torch.Tensor) -> dist.Work:
         """Averages over the ranks of this machine. Collective over the whole group."""
         operation = Operation(f"average_on_machine of {size_of(tensor)}", lambda: [tensor])
-        if (size := self._nodes.node.size) > 1:
+        if (size := self._topology.intra_node.size) > 1:
             reduction = Reduction.of(dist.ReduceOp.AVG, tensor.dtype, size)
             operation.run = partial(self._reduce_here, tensor, reduction)
             operation.prepare = partial(self._reduce_here.prepare, tensor)
         return self._submit("average_on_machine", [tensor], None, [operation], written=[tensor])
 
     def _make_named_reduction(
-        self, numel: int, dtype: torch.dtype, op: ReduceOp, suffix: str
+        self, numel: int, dtype: torch.dtype, op: ReduceOp, op_label: str
     ) -> tuple[str, Reduction]:
         reduction = Reduction.of(op, dtype, self.size())
-        return f"all_reduce({reduction.name}) of {numel} x {dtype}{suffix}", reduction
+        return f"all_reduce({reduction.name}) of {numel} x {dtype}{op_label}", reduction
 
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._submit("barrier", [], opts, [Operation("barrier", list)])
@@ -191,7 +194,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def empty(self, numel: int, dtype: torch.dtype, for_all: bool = False) -> torch.Tensor:
         """Makes a flat uninitialised tensor in memory that a machine's ranks share. Collective."""
-        kind, make = f"{self.backend}.empty{'_for_all' * for_all}", self._windows.empty
+        kind, make = f"{self.backend}.empty{'_for_all' * for_all}", self._shared.empty
         operation = Operation(f"{kind}({numel}, {dtype})", lambda: [make(numel, dtype, for_all)])
         work = self._submit(kind, [], None, [operation])
         work.wait()
@@ -199,11 +202,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return tensor
 
     def is_shared(self, tensor: torch.Tensor) -> bool:
-        return bool(self._windows.place(tensor))
+        return bool(self._shared.place(tensor))
 
     def free_unused(self) -> None:
         """Frees memory that this rank no longer uses. Also a barrier. Collective."""
-        operation = Operation("free_unused", self._windows.free_unused)
+        operation = Operation("free_unused", self._shared.free_unused)
         self._submit("free_unused", [], _AT_ONCE, [operation]).wait()
 
     def reduce_to_owners(
@@ -214,7 +217,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         operation = Operation(
             f"reduce_to_owners({reduction.name}) of {size_of(tensor)} {label}",
             partial(self._reduce.to_owners, tensor, reduction, receive),
-            partial(self._windows.place, tensor),
+            partial(self._shared.place, tensor),
         )
         self._submit("reduce_to_owners", [tensor], _AT_ONCE, [operation], [tensor]).wait()
 
@@ -241,7 +244,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not plain:  # most tensors are, and pass the check
             check_memory(self.backend, kind, *read, written=written)
         self.calls += 1  # after the check: a call with invalid arguments gets no number
-        sequence, everyone = self.calls, self._nodes.everyone
+        sequence, world = self.calls, self._topology.world
         self.checked_barrier.caller = threading.get_ident()
         # Counted in the caller's thread: the order of both groups' calls is that of the program.
         beside = self._beside()
@@ -255,11 +258,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # A caller that waits at once (`async_op=False`) may run the operations itself, which saves
         # two thread switches. Not across machines: TCP may wait for a lost machine far beyond the
         # timeout, and only a caller that waits for another thread can stop waiting.
-        at_once = self._nodes.count == 1 and not getattr(opts, "asyncOp", True)
+        at_once = self._topology.count == 1 and not getattr(opts, "asyncOp", True)
 
         def name() -> str:
             size = sum(tensor.nbytes for tensor in tensors)
-            rank = everyone.world_ranks[everyone.rank]
+            rank = world.world_ranks[world.rank]
             return f"{kind} number {sequence} on rank {rank} ({size} bytes)"
 
         work = NodeWork(name, self._timeout, self.checked_barrier)
@@ -271,7 +274,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _free_memory(self) -> None:
         self._reduce.free()
         self._reduce_here.free()  # idempotent: on one machine both are the same object
-        self._windows.free_unused()
+        self._shared.free_unused()
         self.checked_barrier.free()
 
 
@@ -283,14 +286,14 @@ def register_backend(name: str, create: Callable[[Any, Any], Any]) -> None:
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def _in_range(name: str, tensors: Tensors, run: Callable[[], Result]) -> Callable[[], Result]:
+def _in_range(name: str, tensors: Tensors, run: Callable[[], Outputs]) -> Callable[[], Outputs]:
     """Opens an asynchronous range of torch.profiler, as torch's own backends do; `run` ends it."""
     # Not the handle's future: its waiters could stop the profiler before the range has ended.
     ended: torch.futures.Future[None] = torch.futures.Future()
     with torch.profiler.record_function(name, str([list(t.shape) for t in tensors])) as of_call:
         of_call._call_end_callbacks_on_future(ended)
 
-    def run_and_end() -> Result:
+    def run_and_end() -> Outputs:
         try:
             return run()
         finally:

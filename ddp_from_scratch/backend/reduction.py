@@ -104,7 +104,7 @@ class Reduction:
         """True if a fold divides the summands, so that their sum cannot overflow."""
         # Only where 1/divisor is exact, so the bits stay the same.
         fractional = self.dtype.is_floating_point or self.dtype.is_complex
-        return self.divisor > 1 and self.divisor & (self.divisor - 1) == 0 and fractional
+        return self.divisor > 1 and self.divisor.bit_count() == 1 and fractional
 
 
 def share_of(numel: int, rank: int, owners: int) -> tuple[int, int]:

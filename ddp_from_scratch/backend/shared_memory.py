@@ -227,23 +227,29 @@ def _identity(file: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Nodes:
+class Topology:
     """A group's ranks by machine.
 
-    machine 0   | rank 0 | rank 1 |    <- node: a row
+    machine 0   | rank 0 | rank 1 |    <- intra_node: a row
     machine 1   | rank 2 | rank 3 |
-                    ^ peers: a column
+                    ^ inter_node: a column
+
+    Attributes:
+        world: all ranks of the group.
+        intra_node: this machine's ranks, which share memory.
+        inter_node: rank i of each machine with more than i ranks, if this is rank i of its own.
+        count: the number of machines.
     """
 
-    everyone: Transport
-    node: Transport  # this machine's ranks, which share memory
-    peers: Transport  # rank i of each machine with more than i ranks, if this is rank i of its own
-    count: int  # of machines
+    world: Transport
+    intra_node: Transport
+    inter_node: Transport
+    count: int
 
     @classmethod
-    def of(cls, everyone: Transport) -> Self:
+    def of(cls, world: Transport) -> Self:
         """Finds the ranks that share memory. Collective."""
-        here, shared = everyone.split_by_machine(), SEMAPHORES_AVAILABLE
+        here, shared = world.split_by_machine(), SEMAPHORES_AVAILABLE
         try:
             if shared:
                 SharedMemory(here, _TO_MEET // here.size).free()
@@ -253,11 +259,11 @@ class Nodes:
                 warnings.warn(f"messages take the place of shared memory: {error}", stacklevel=2)
         node = here.split(0 if shared else here.rank)  # else each rank counts as a machine
         here.free()
-        peers = everyone.split(node.rank)
-        # Every machine has a first rank, whose peers are as many as the machines.
-        return cls(everyone, node, peers, count=node.allgather(peers.size)[0])
+        column = world.split(node.rank)
+        # Every machine has a first rank, whose column has as many ranks as there are machines.
+        return cls(world, node, column, count=node.allgather(column.size)[0])
 
     def free(self) -> None:
-        """Frees `node` and `peers`, but not `everyone`. Collective."""
-        self.node.free()
-        self.peers.free()
+        """Frees `intra_node` and `inter_node`, but not `world`. Collective."""
+        self.intra_node.free()
+        self.inter_node.free()

@@ -9,7 +9,7 @@ import torch
 
 from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import Reduction, share_of
-from ddp_from_scratch.backend.shared_memory import LASTING, Nodes, SharedMemory
+from ddp_from_scratch.backend.shared_memory import LASTING, SharedMemory, Topology
 from ddp_from_scratch.backend.transport import Transport, flat_bytes, write_back
 from ddp_from_scratch.common.errors import NoSharedMemory
 
@@ -24,7 +24,8 @@ _SLOTS = 3
 # Bytes, a multiple of every dtype's.
 _ALIGNMENT = 64
 
-# Where it begins, the bytes of a lane, and by rank all its lanes, one behind the other.
+# A piece of every rank's tensors: its offset in each tensor, the width of a lane in bytes, and a
+# buffer for each rank. In a buffer the rank's lanes follow one another, one for each tensor.
 Piece: TypeAlias = tuple[int, int, list[torch.Tensor]]
 
 
@@ -41,12 +42,12 @@ class Stage:
     ranks of some machine share memory, and all can map a stage. The constructor is collective.
     """
 
-    def __init__(self, nodes: Nodes, barrier: CheckedBarrier) -> None:
-        self._nodes, self._barrier = nodes, barrier
-        sizes = nodes.everyone.allgather(nodes.node.size)
+    def __init__(self, topology: Topology, barrier: CheckedBarrier) -> None:
+        self._topology, self._barrier = topology, barrier
+        sizes = topology.world.allgather(topology.intra_node.size)
         self.owners: int = min(sizes)
         self.shares_memory: bool = max(sizes) > 1
-        self._nbytes = PIECE if nodes.count == 1 else PIECE_ACROSS
+        self._nbytes = PIECE if topology.count == 1 else PIECE_ACROSS
         self.memory: SharedMemory | None = None  # mapped at the first use
         # Not reset between tensors: a slow rank may still copy the last result out of its slot.
         self._slot = 0
@@ -59,8 +60,8 @@ class Stage:
         """Maps the memory at first use; False if a machine cannot. Collective."""
         if self.memory is None and self.shares_memory:
             with suppress(NoSharedMemory):
-                self.memory = SharedMemory(self._nodes.node, _SLOTS * self._nbytes)
-            if not all(self._nodes.everyone.allgather(self.memory is not None)):
+                self.memory = SharedMemory(self._topology.intra_node, _SLOTS * self._nbytes)
+            if not all(self._topology.world.allgather(self.memory is not None)):
                 # All machines must use the same algorithm, so all use messages from now on.
                 self.memory, self.shares_memory = None, False
         return self.memory is not None
@@ -94,11 +95,12 @@ class Stage:
         assert dense is not None, "the stage is empty"
         return dense
 
-    def publish(self, sent: Sequence[torch.Tensor], most: int, lanes: int) -> Iterator[Piece]:
-        """Yields the pieces of every rank's `sent`, of at most `most` bytes each, after a meeting.
+    def exchange_pieces(
+        self, sent: Sequence[torch.Tensor], most: int, lanes: int
+    ) -> Iterator[Piece]:
+        """Copies tensors of up to `most` bytes in, a piece at a time, and yields all ranks' pieces.
 
-        A piece holds the next part of each tensor: where it begins, the bytes of a lane, and by
-        rank all lanes.
+        Each piece follows a meeting at the barrier.
         """
         width = self._nbytes // lanes // _ALIGNMENT * _ALIGNMENT
         for begin in range(0, most, width):
@@ -137,9 +139,9 @@ class Exchange:
     more than `most` bytes to another. `for_each` and `most` are equal on all ranks.
     """
 
-    def __init__(self, nodes: Nodes, barrier: CheckedBarrier, stage: Stage) -> None:
-        self._nodes, self._barrier, self._stage = nodes, barrier, stage
-        self._rank, self._size = nodes.everyone.rank, nodes.everyone.size
+    def __init__(self, topology: Topology, barrier: CheckedBarrier, stage: Stage) -> None:
+        self._topology, self._barrier, self._stage = topology, barrier, stage
+        self._rank, self._size = topology.world.rank, topology.world.size
 
     def prepare(self, sent: Sequence[torch.Tensor], most: int, for_each: bool = False) -> str:
         """Copies small tensors to the eager buffer before the ranks meet."""
@@ -199,7 +201,7 @@ class Exchange:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         own = self._rank
-        if self._nodes.count == 1:
+        if self._topology.count == 1:
             received = [tensor if rank == root != own else None for rank in range(self._size)]
             self([tensor] if own == root else [], received, tensor.nbytes)
             return
@@ -208,14 +210,14 @@ class Exchange:
         parts = flat_bytes(dense).tensor_split(self._size)
         nothing = [_NOTHING] * self._size
         from_root = [parts[own] if rank == root else _NOTHING for rank in range(self._size)]
-        self._nodes.everyone.exchange(parts if own == root else nothing, from_root)
-        self._nodes.everyone.exchange([parts[own]] * self._size, parts)
+        self._topology.world.exchange(parts if own == root else nothing, from_root)
+        self._topology.world.exchange([parts[own]] * self._size, parts)
         write_back(dense, tensor)
 
     def _is_eager(self, most: int, for_each: bool) -> bool:
         # Ranks on other machines cannot read the eager buffers.
         lanes = self._size if for_each else 1
-        return self._nodes.count == 1 and most * lanes <= self._barrier.eager_nbytes
+        return self._topology.count == 1 and most * lanes <= self._barrier.eager_nbytes
 
     def _pieces(
         self, sent: Sequence[torch.Tensor], most: int, for_each: bool, prepared: bool
@@ -224,10 +226,10 @@ class Exchange:
         if prepared and self._is_eager(most, for_each):
             eager = [pair[self._barrier.parity] for pair in self._barrier.eager]
             pieces: Iterable[Piece] = [(0, most, eager)]
-        elif self._nodes.count > 1 or not self._stage.open():
+        elif self._topology.count > 1 or not self._stage.open():
             return None
         else:
-            pieces = self._stage.publish(sent, most, self._size if for_each else 1)
+            pieces = self._stage.exchange_pieces(sent, most, self._size if for_each else 1)
         lane = self._rank if for_each else 0
         return (
             (begin, [part[lane * width : (lane + 1) * width] for part in parts])
@@ -236,13 +238,13 @@ class Exchange:
 
     def _send(self, flat: Sequence[torch.Tensor], into: dict[int, torch.Tensor]) -> None:
         sent = [*flat] * self._size if len(flat) == 1 else flat or [_NOTHING] * self._size
-        self._nodes.everyone.exchange(sent, [into.get(r, _NOTHING) for r in range(self._size)])
+        self._topology.world.exchange(sent, [into.get(r, _NOTHING) for r in range(self._size)])
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class Windows:
+class SharedTensors:
     """A group's tensors in shared memory, which `empty` unmaps once this rank has dropped them."""
 
     def __init__(self, node: Transport) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.common.errors import CommunicationError, NoSharedMemory
 
-Result = list[torch.Tensor]
+Outputs = list[torch.Tensor]
 
 FORKED = "this process was forked from a rank, which alone may do this"  # an error's text
 
@@ -27,18 +27,18 @@ class Operation:
     """This rank's part of a collective. It keeps its tensors alive."""
 
     fingerprint: str  # describes the operation; equal on all ranks, and part of errors
-    run: Callable[[], Result | None]  # called once all ranks have arrived
+    run: Callable[[], Outputs | None]  # called once all ranks have arrived
     prepare: Callable[[], str] = str  # called before, in turn; returns a place (`same_place`)
 
 
 def run_in_turn(
     operations: Sequence[Operation], barrier: CheckedBarrier, seconds: float, others: int = 0
-) -> Result:
+) -> Outputs:
     """Prepares, meets and runs one operation after another; `seconds` is the timeout of each.
 
     `others` counts this rank's calls on the gloo group beside this one.
     """
-    result: Result = []
+    result: Outputs = []
     for operation in operations:
         place = operation.prepare()  # after the last one has ended: both write to the same memory
         try:
@@ -61,11 +61,11 @@ class NodeWork(dist.Work):
     ) -> None:
         super().__init__()
         self._name, self._timeout, self._barrier = name, timeout, barrier
-        self._result: Result = []
+        self._result: Outputs = []
         self._error: Exception | None = None
-        self._future: torch.futures.Future[Result] = torch.futures.Future()
+        self._future: torch.futures.Future[Outputs] = torch.futures.Future()
         # `repeat` returns the future on each call, faster than a method: every bucket calls it.
-        self.get_future: Callable[[], torch.futures.Future[Result]] = repeat(self._future).__next__
+        self.get_future: Callable[[], torch.futures.Future[Outputs]] = repeat(self._future).__next__
         self._ended = False  # set last; a signal handler, which can take no lock, may read it
         self._under_way = threading.Lock()  # held until `_ended`; waiting threads sleep on it
         self._under_way.acquire()
@@ -104,10 +104,10 @@ class NodeWork(dist.Work):
     def exception(self) -> BaseException | None:
         return self._error
 
-    def result(self) -> Result:
+    def result(self) -> Outputs:
         return self._result
 
-    def complete(self, result: Result) -> None:
+    def complete(self, result: Outputs) -> None:
         self._result = result
         self._future.set_result(result)
         self._end()
@@ -123,14 +123,14 @@ class NodeWork(dist.Work):
         self._under_way.release()
 
 
-Run = Callable[[], Result]
+Task = Callable[[], Outputs]
 
 
 class Worker:
     """Runs a group's operations one at a time, in the order of submission, equal on all ranks."""
 
     def __init__(self, name: str) -> None:
-        self._queue: SimpleQueue[tuple[NodeWork, Run] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[NodeWork, Task] | None] = SimpleQueue()
         # Submitted and unfinished work; a thread that finds it empty may run an operation at once.
         self._queued: set[NodeWork] = set()
         self._turn = threading.Lock()  # held while an operation runs
@@ -140,7 +140,7 @@ class Worker:
         self._thread.start()
         _running.add(self)
 
-    def submit(self, work: NodeWork, run: Run, at_once: bool) -> NodeWork:
+    def submit(self, work: NodeWork, run: Task, at_once: bool) -> NodeWork:
         """Runs `run` in its turn, in this thread if `at_once` allows, then completes `work`."""
         if self._forked:
             # Not raised here: torch would look this group up to log it, and fail to find it.
@@ -177,11 +177,11 @@ class Worker:
             self._take(*item)
             del item  # else it keeps the caller's tensors alive until the next operation
 
-    def _take(self, work: NodeWork, run: Run) -> None:
+    def _take(self, work: NodeWork, run: Task) -> None:
         self._turn.acquire()
         self._execute(work, run)
 
-    def _execute(self, work: NodeWork, run: Run) -> None:
+    def _execute(self, work: NodeWork, run: Task) -> None:
         """Runs an operation and completes its handle. Releases `_turn`, which the caller holds."""
         gradients = torch.is_grad_enabled()
         try:

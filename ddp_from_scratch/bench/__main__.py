@@ -52,13 +52,13 @@ from pathlib import Path
 
 from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
 from ddp_from_scratch.bench.results import Run, Samples, compact_json, save, table, verdict
-from ddp_from_scratch.bench.timing import WAYS, Content, Job, default_ranks, measure
+from ddp_from_scratch.bench.timing import WAYS, BenchmarkJob, Content, default_ranks, measure
 from ddp_from_scratch.bench.workloads import WORKLOADS, workload
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-Draw = Callable[[Job, Run, Path], None]
+Draw = Callable[[BenchmarkJob, Run, Path], None]
 
 
 def main(
@@ -70,7 +70,7 @@ def main(
     """Runs the program, named `program` in --help. `draw` draws a job, run in its first way."""
     options = parse(arguments, program, results)
     if options.job is not None:
-        content = measure(Job(**json.loads(options.job)))
+        content = measure(BenchmarkJob(**json.loads(options.job)))
         if content is not None:
             options.into.write_text(compact_json(content))
         return 0
@@ -135,12 +135,14 @@ def _default_backends() -> list[str]:
     return ["gloo", "mpi"] if mpirun and importlib.util.find_spec("mpi4py") else ["gloo"]
 
 
-def _job(options: argparse.Namespace, model: str, nproc: int) -> Job:
+def _job(options: argparse.Namespace, model: str, nproc: int) -> BenchmarkJob:
     backends, chosen = list(dict.fromkeys(options.backend)), options.contender
-    return Job(model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds)
+    return BenchmarkJob(
+        model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds
+    )
 
 
-def report(job: Job, content: Content, results: Path | None) -> Run:
+def report(job: BenchmarkJob, content: Content, results: Path | None) -> Run:
     """Prints the results of a job, and writes them to the folder `results` if there is one."""
     samples = [Samples(**sample) for sample in content["samples"]]
     run = Run(samples, job.way != "alone", content.get("disturbed"))

@@ -49,7 +49,7 @@ Content = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchmarkJob:
     """What one group of ranks measures."""
 
     model: str  # see `workload`
@@ -84,7 +84,7 @@ class Job:
         return f"{of.name}; {' and '.join(self.backends)}, {self.nproc} ranks; {optimizer}"
 
 
-def measure(job: Job) -> dict[str, Any] | None:
+def measure(job: BenchmarkJob) -> dict[str, Any] | None:
     """Times the contenders on this rank. Returns the file's content on rank 0."""
     # More threads would take the other ranks' cores.
     torch.set_num_threads(1)
@@ -137,7 +137,7 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
     return start_ranks(rank, (nproc,))
 
 
-def interleaved(job: Job) -> Content:
+def interleaved(job: BenchmarkJob) -> Content:
     """Runs all contenders in the same processes, in turn; exits with the code of a failed rank."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         part = Path(folder) / "part.json"
@@ -149,7 +149,7 @@ def interleaved(job: Job) -> Content:
         return content
 
 
-def kept(job: Job) -> Content:
+def kept(job: BenchmarkJob) -> Content:
     """Runs `interleaved` with a glibc that keeps freed memory, so no page is mapped twice."""
     os.environ.update(KEPT)  # the ranks inherit it
     try:
@@ -159,7 +159,7 @@ def kept(job: Job) -> Content:
             del os.environ[name]
 
 
-def alone(job: Job) -> Content:
+def alone(job: BenchmarkJob) -> Content:
     """Runs each contender in its own processes, one after another.
 
     A lone model takes new memory for its gradients from the system in every step. Contenders that
@@ -182,7 +182,7 @@ def alone(job: Job) -> Content:
 
 
 # How to run a job, and what the table calls it.
-WAYS: Mapping[str, tuple[Callable[[Job], Content], str]] = {
+WAYS: Mapping[str, tuple[Callable[[BenchmarkJob], Content], str]] = {
     "interleaved": (interleaved, "taking turns"),
     "kept": (kept, "taking turns, freed memory kept"),
     "alone": (alone, "each in processes of its own"),

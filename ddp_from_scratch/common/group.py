@@ -180,7 +180,7 @@ def wait_all(works: Sequence[dist.Work]) -> None:
         wait(work)
 
 
-_TAG, _LAST_TAG = 2**30, 2**31 - 1  # no program uses these tags
+_EXCHANGE_TAG, _CLOSE_TAG = 2**30, 2**31 - 1  # no program uses these tags
 
 
 def exchange(
@@ -195,10 +195,10 @@ def exchange(
     works = []
     for rank in others:
         if received[rank].numel():
-            works.append(dist.irecv(received[rank], group=group, group_src=rank, tag=_TAG))
+            works.append(dist.irecv(received[rank], group=group, group_src=rank, tag=_EXCHANGE_TAG))
     for rank in others:
         if sent[rank].numel():
-            works.append(dist.isend(sent[rank], group=group, group_dst=rank, tag=_TAG))
+            works.append(dist.isend(sent[rank], group=group, group_dst=rank, tag=_EXCHANGE_TAG))
     return [*map(of_member, works)]
 
 
@@ -208,4 +208,4 @@ def cut_connections(group: dist.ProcessGroup) -> None:
         # No message arrives, so the timeout closes all connections; if closed, this raises at once.
         with suppress(RuntimeError):
             nothing = [torch.empty(0, device="cpu")]
-            group.recv(nothing, peer, _LAST_TAG).wait(timedelta(milliseconds=1))
+            group.recv(nothing, peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))

@@ -223,7 +223,7 @@ class FlatBucket(Bucket):
         # What the comm hook sends, and may replace: `buffer()` for this package's hooks.
         self.sent: torch.Tensor = self._real
         self._strides = strides or [dense_strides(parameter) for parameter in parameters]
-        self.views: list[torch.Tensor] = self.windows_of(flat)
+        self.views: list[torch.Tensor] = self.views_of(flat)
         self._rows = list(zip(self.members, self._parameters, self.views, strict=True))
         # True if one call copies all members.
         self._together = self._on_gpu or flat.nbytes < _SMALL * len(self._parameters)
@@ -258,9 +258,9 @@ class FlatBucket(Bucket):
 
         For complex numbers it has one dimension more, of size 2, as in `torch.view_as_real`.
         """
-        return self.windows_of(self.sent)
+        return self.views_of(self.sent)
 
-    def windows_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns each member's window of another flat tensor of the size of `flat` or `buffer()`.
 
         In the latter the windows of complex gradients are those of `gradients()`.

@@ -101,12 +101,12 @@ def all_reduce(
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Future:
     """Starts to reduce a bucket's tensor in place; the future's value is a list of it."""
-    # Ranks compare their operations; the suffix lets an error name the bucket.
-    caller.suffix = f" for {bucket.name}"
+    # Ranks compare their operations; the label lets an error name the bucket.
+    caller.op_label = f" for {bucket.name}"
     try:
         work = dist.all_reduce(tensor, op=op, group=process_group, async_op=True)
     finally:
-        caller.suffix = ""
+        caller.op_label = ""
     if work is None:
         of_member(work)  # raises on a rank outside of the group
     return work.get_future() if tensor.is_cpu else OnGPU(work, tensor)

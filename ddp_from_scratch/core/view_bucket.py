@@ -25,7 +25,7 @@ class ViewBucket(FlatBucket):
         self.packs_early: bool = not self._together
         # The tensors that become `.grad`. They are not `views`, whose memory must never change:
         # `module.half()` gives a `.grad` other memory.
-        self._grad_windows = self.windows_of(self.flat)
+        self._grad_windows = self.views_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
         self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
@@ -153,7 +153,7 @@ class ViewBucket(FlatBucket):
     def snapshot(self) -> dict[int, torch.Tensor]:
         """Returns a copy of each `.grad` that is a window; new buckets reuse the memory."""
         # One large tensor, because the C library does not return small blocks to the system.
-        copies = self.windows_of(self.flat.clone())
+        copies = self.views_of(self.flat.clone())
         return {
             index: copy
             for (index, parameter, view), copy in zip(self._rows, copies, strict=True)

@@ -25,7 +25,7 @@ from typing import BinaryIO, TypeAlias
 from ddp_from_scratch.launch.claim import environment_without_rank
 from ddp_from_scratch.launch.debugging import has_stdin
 from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
-from ddp_from_scratch.launch.nodes import Link, Nodes
+from ddp_from_scratch.launch.nodes import Link, MachineRegistry
 from ddp_from_scratch.launch.output import OUTPUT, Output
 from ddp_from_scratch.launch.rank_process import say
 
@@ -50,7 +50,7 @@ class Agent:
     environment: Callable[[int], dict[str, str]]
     members: Iterable[int]
     preload: Sequence[str] = ()
-    peers: Nodes | Link | None = None
+    peers: MachineRegistry | Link | None = None
     # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
     ladder: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)
     set_up: Callable[[], object] | None = None  # runs in a child that is not forked
@@ -199,7 +199,7 @@ class Agent:
         end = time.monotonic() + seconds
         while self._running() and time.monotonic() < end:
             self._pass_on()
-            if isinstance(self.peers, Nodes):
+            if isinstance(self.peers, MachineRegistry):
                 self.peers.exchange()  # the others must not take machine 0 for lost
             time.sleep(self._pause)
 

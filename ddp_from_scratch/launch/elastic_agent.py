@@ -5,8 +5,8 @@ Each process has a number that the job never reuses. The processes that train to
 cannot split into two halves that both continue.
 
     agent        announces generation g with its members
-    process      writes its step and that it has arrived at g
-    agent        adds to the announcement that a member has arrived, and the steps when all have
+    process      writes its step and that it has joined g
+    agent        adds to the announcement that a member has joined, and the steps when all have
     process      opens the group; asks for the next generation when it has lost a peer, or to join
 
 A process reads only the announcement; the agent alone reads every report.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_from_scratch.launch.agent import STOPS, Agent, exit_code, how_it_ended
-from ddp_from_scratch.launch.nodes import EXCHANGE_S, LOST_S, Link, Nodes
+from ddp_from_scratch.launch.nodes import EXCHANGE_S, LOST_S, Link, MachineRegistry
 from ddp_from_scratch.launch.rank_process import say
 
 if TYPE_CHECKING:
@@ -39,17 +39,17 @@ class Generation(NamedTuple):
     number: int = 0
     members: Sequence[int] = ()
     machines: Sequence[int] = ()  # of each member
-    begun: bool = False  # True once a member with state has arrived: the generation before is over
-    steps: Sequence[int] = ()  # of each member on arrival; empty until all have arrived
+    started: bool = False  # a member with state has joined: the generation before is over
+    steps: Sequence[int] = ()  # of each member as it joined; empty until all have
 
 
 class Member(NamedTuple):
     """What a process reports to the agent."""
 
-    asks: int = 0  # the process wants this generation or a later one
-    arrived: int = 0  # the last generation at which the process arrived
-    step: int = NO_STATE  # number of finished steps on arrival
-    most_ranks: int = 0  # how many ranks can use its state; 0 while it has none to share
+    wants: int = 0  # the process wants this generation or a later one
+    joined: int = 0  # the last generation that the process has joined
+    step: int = NO_STATE  # number of finished steps as it joined
+    max_world_size: int = 0  # how many ranks can use its state; 0 while it has none to share
     failure: Any = None  # [step, text] of the exception that ended the process
 
 
@@ -94,7 +94,7 @@ class FileStore:
 class ElasticAgent(Agent):
     """Machine 0's agent of an elastic job; `counts` are the ranks of each machine at the start."""
 
-    peers: Nodes | None = None
+    peers: MachineRegistry | None = None
     counts: Sequence[int]
     max_restarts: int
     store: JobStore
@@ -138,7 +138,7 @@ class ElasticAgent(Agent):
             if code is None:
                 continue
             self._living.discard(member)
-            self._ended_well |= code == 0 and self._said[member].most_ranks > 0
+            self._ended_well |= code == 0 and self._said[member].max_world_size > 0
             ends = self._lose(member, code) if code else None
             if ends is not None:
                 return ends
@@ -165,7 +165,7 @@ class ElasticAgent(Agent):
         if self.peers is None:
             return
         # Known only after the job has begun.
-        able = [self._said[member].most_ranks for member in self._with_state()]
+        able = [self._said[member].max_world_size for member in self._with_state()]
         # Some may have been lost since their exit codes were read.
         running = len(self._living - self.peers.lost)
         for machine in self.peers.admit(min(able, default=0), running):
@@ -182,9 +182,9 @@ class ElasticAgent(Agent):
         if self._server_code() is not None:
             return self._failed(member, code)
         said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._with_state())
-        if self._ended_well and not has_carriers and not said.most_ranks:
+        if self._ended_well and not has_carriers and not said.max_world_size:
             return None  # the job ended as this process was about to join
-        never_joined = code > 0 and not said.arrived
+        never_joined = code > 0 and not said.joined
         failure: Any = [NO_STATE, f"exit code {code}"] if never_joined else said.failure
         again = failure is not None and failure == self._last_failure
         if never_joined and (again or code == _USAGE) and has_carriers:
@@ -199,7 +199,7 @@ class ElasticAgent(Agent):
         is_lost = self.peers is not None and member in self.peers.lost
         if is_lost:
             how = f"was on machine {machine}"
-        if code != _USAGE and said.most_ranks and not has_carriers:
+        if code != _USAGE and said.max_world_size and not has_carriers:
             say(f"process {member} {how}: no rank with trained state is left; ending the job")
             return exit_code(code)
         if code == _USAGE or not self._living:
@@ -220,11 +220,11 @@ class ElasticAgent(Agent):
     def _note_arrivals(self) -> None:
         generation = self._generation
         said = [self._said.get(member, Member()) for member in generation.members]
-        arrived = [one for one in said if one.arrived == generation.number]
-        if any(one.most_ranks for one in arrived):
-            generation = generation._replace(begun=True)
-        if len(arrived) == len(said):
-            generation = generation._replace(steps=[one.step for one in said])
+        joined = [report for report in said if report.joined == generation.number]
+        if any(report.max_world_size for report in joined):
+            generation = generation._replace(started=True)
+        if len(joined) == len(said):
+            generation = generation._replace(steps=[report.step for report in said])
         if generation != self._generation:
             self._generation = generation
             self.store.announce(generation)
@@ -232,9 +232,9 @@ class ElasticAgent(Agent):
     def _regroup(self) -> None:
         number, members, *_ = self._generation
         present = self._living & set(members)
-        asking = {m for m, said in self._said.items() if m in self._living and said.asks > number}
-        lost = any(  # one that exited with 0 counts only if its peers wait for it to arrive
-            self._children[member].poll() or self.store.member(member).arrived < number
+        asking = {m for m, said in self._said.items() if m in self._living and said.wants > number}
+        lost = any(  # one that exited with 0 counts only if its peers wait for it to join
+            self._children[member].poll() or self.store.member(member).joined < number
             for member in set(members) - present
         )
         # One that joins waits a moment, until all members have joined the last generation.
@@ -243,7 +243,7 @@ class ElasticAgent(Agent):
             self._announce(present | asking)
 
     def _with_state(self) -> set[int]:
-        return {m for m, said in self._said.items() if m in self._living and said.most_ranks}
+        return {m for m, said in self._said.items() if m in self._living and said.max_world_size}
 
     def _announce(self, members: set[int]) -> None:
         ordered = sorted(members)

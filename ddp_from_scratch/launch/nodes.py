@@ -1,12 +1,12 @@
-"""The messages between machine 0's agent (`Nodes`) and those of other machines (`Link`).
+"""The messages between machine 0's agent (`MachineRegistry`) and those of other machines (`Link`).
 
     machine 0                      through its store                    machine 1
             <-- "arrival 1": who it is; "answer 1": "" or why not --->  arrive
-    Nodes   --- "job": a failure, the end, and orders -------------->   Link
+    Registry --- "job": a failure, the end, and orders -------------->  Link
             <-- "report 1": a failure, the end, and exit codes ------
 
-Each agent that arrives draws a ticket, which is part of its keys: a second agent on a machine gets
-none of the orders for the first.
+An agent draws a ticket when it arrives, and the ticket is part of its keys. A second agent on the
+same machine therefore gets no orders that were meant for the first.
 
 Each agent watches its own ranks and reports failures; in an elastic job machine 0 decides, and the
 other agents (`NodeAgent`) obey. A machine without a heartbeat for `LOST_S` is lost with its ranks,
@@ -35,7 +35,7 @@ _LAST_WORD_S = 2.0  # for the other machines to hear of a failure
 
 
 class Job(NamedTuple):
-    """What must be equal on all machines."""
+    """What must be equal on all machines. The fields' names are part of the messages."""
 
     counts: list[int]  # of the ranks of each
     elastic: bool
@@ -63,7 +63,7 @@ class Node:
 Start = Callable[[int, int], str]  # schedules ranks on a machine; returns why not, or ""
 
 
-class Nodes:
+class MachineRegistry:
     """Machine 0's view of the other machines, through a store that all of them reach.
 
     In `timeout` seconds a machine must arrive (elastic jobs) or answer (other jobs).

@@ -22,7 +22,7 @@ from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.debugging import same_terminal_afterwards, variables
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, FileStore, JobStore, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
-from ddp_from_scratch.launch.nodes import Job, Link, Nodes
+from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
 from ddp_from_scratch.launch.output import Output
 from ddp_from_scratch.launch.rank_process import die_with, run_to_exit, say
 
@@ -44,7 +44,7 @@ def start_ranks(
     *,
     preload: Sequence[str] = _PRELOAD,
     max_restarts: int | None = None,
-    asked: Mapping[str, str] = MappingProxyType({}),
+    must_match: Mapping[str, str] = MappingProxyType({}),
     stdin: int | None = None,
     output_prefix: bool = False,
     output_ranks: Sequence[int] | None = None,
@@ -75,7 +75,7 @@ def start_ranks(
         preload: modules to import once, before ranks are forked.
         max_restarts: how many failed processes may be replaced, for programs that use
             `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
-        asked: options, by name, that must match on a machine that joins or rejoins.
+        must_match: options, by name, that must be equal on a machine that joins or rejoins.
         stdin: the rank that reads this process's standard input, for `breakpoint()`. In the others
             `breakpoint()` does nothing, and groups wait without a timeout.
         output_prefix: begin each line of a rank's output with "[rank 2] ". With this and the next
@@ -93,7 +93,7 @@ def start_ranks(
             or this is not the main thread.
     """
     _check_job(counts, max_restarts, stdin)
-    peers: Nodes | Link | None = None
+    peers: MachineRegistry | Link | None = None
     output: Output | None = None
     with ExitStack() as stack:
         if output_prefix or output_ranks is not None or output_dir is not None:
@@ -118,9 +118,9 @@ def start_ranks(
 
             met = stack.enter_context(open_store(node_rank, master_addr, master_port, timeout))
             store, common = met[0], common | met[1]
-            job = Job([*counts], max_restarts is not None, {**asked})
+            job = Job([*counts], max_restarts is not None, {**must_match})
             if node_rank == 0:
-                peers = Nodes(store, job, timeout)
+                peers = MachineRegistry(store, job, timeout)
             else:
                 peers = Link(store, node_rank, job, timeout)
         else:

@@ -503,11 +503,11 @@ class WorldShards(Shards):
         parts = flat.view(self._size, -1)
         if self._by_messages:
             return exchange(self._group, [parts[self._rank]] * self._size, parts.unbind())
-        caller.suffix = label
+        caller.op_label = label
         try:
             work = all_gather_single(flat, parts[self._rank], group=self._group, async_op=True)
         finally:
-            caller.suffix = ""
+            caller.op_label = ""
         return [of_member(work)]
 
     def _gather_and_compare(self, flat: torch.Tensor, text: str) -> Callable[[], None]:

@@ -68,11 +68,11 @@ def _compressed(dtype: torch.dtype, process_group: Group, bucket: FlatBucket) ->
     group = process_group or dist.group.WORLD
     if (native := traits(group).native) is not None:
         # Within a machine nothing is sent, so nothing is rounded.
-        caller.suffix = f" for {bucket.name}"
+        caller.op_label = f" for {bucket.name}"
         try:
-            return native.allreduce([buffer], crossing=dtype).get_future()
+            return native.allreduce([buffer], inter_node_dtype=dtype).get_future()
         finally:
-            caller.suffix = ""
+            caller.op_label = ""
     compressed = bucket.scratch(buffer.shape, dtype)
     compressed.copy_(buffer)
     return all_reduce(bucket, compressed, process_group)

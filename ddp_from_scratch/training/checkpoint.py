@@ -18,9 +18,9 @@ import torch
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import UsageError, one_line
+from ddp_from_scratch.common.random import generator_states, set_generator_states
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.virtual_ranks.tree_reduction import generator_states, set_generator_states
 
 FORMAT = "ddp_from_scratch checkpoint"
 VERSION = 1

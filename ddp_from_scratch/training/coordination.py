@@ -18,10 +18,10 @@ import ddp_from_scratch
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.common.group import gather_objects, wait
+from ddp_from_scratch.common.random import seed_generators
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.world.world import World
 
 
@@ -48,10 +48,12 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     raise PeerError(f"rank {rank}: {texts[rank]}")
 
 
-def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> dist.ProcessGroup:
+def prepare_process(
+    settings: Settings, world: World, must_match: dict[str, str]
+) -> dist.ProcessGroup:
     """Compares the options of all ranks; sets the threads, determinism and seeds of this process.
 
-    `asked` holds further values, by name, to compare. Returns a group for CPU tensors.
+    `must_match` holds further values, by name, to compare. Returns a group for CPU tensors.
     """
     group: Any = dist.group.WORLD
     if world.backend == "nccl":
@@ -59,8 +61,8 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
         timeout = timedelta(seconds=settings.timeout)
         group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
-    # `asked` comes first in the message and overrides options of the same name.
-    _require_same(versions() | asked | settings.to_compare() | asked, group)
+    # `must_match` comes first in the message and overrides options of the same name.
+    _require_same(versions() | must_match | settings.to_compare() | must_match, group)
     torch.set_num_threads(settings.threads)
     if settings.deterministic:
         # Without it cuBLAS is not deterministic.
@@ -73,9 +75,9 @@ def prepare_process(settings: Settings, world: World, asked: dict[str, str]) -> 
     return group
 
 
-def _require_same(asked: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+def _require_same(must_match: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Raises on every rank if values differ from rank 0's, and names the first. Collective."""
-    everyone = gather_objects(dict(asked), group)
+    everyone = gather_objects(dict(must_match), group)
     for name, value in everyone[0].items():
         for rank, theirs in enumerate(everyone):
             if theirs.get(name) != value:

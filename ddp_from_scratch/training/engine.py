@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import ddp_from_scratch as ddp
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.common.group import gather_objects
+from ddp_from_scratch.common.random import seed_generators
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
@@ -25,7 +26,6 @@ from ddp_from_scratch.training.datasets import ImageData, Sample, StepSampler, m
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.virtual_ranks.tree_reduction import seed_generators
 from ddp_from_scratch.watch.stragglers import StragglerReport
 from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world.elastic import Membership, broadcast_state
@@ -40,7 +40,7 @@ class Engine:
     def __init__(self, settings: Settings, world: World) -> None:
         self.settings = settings
         self.world: World = world
-        self.report: Report = Report(speaks=world.rank == 0, quiet=settings.quiet)
+        self.report: Report = Report(is_rank_0=world.rank == 0, quiet=settings.quiet)
         group = prepare_process(settings, world, {"the command": "train"})
         # For CPU tensors. None is the default group, which --elastic replaces.
         self.group: dist.ProcessGroup | None = group if world.backend == "nccl" else None
@@ -52,7 +52,7 @@ class Engine:
         self.step: int = 0
         self.global_step: int = 0
         with raise_on_all_ranks(self.group):
-            self._deal_images()
+            self._make_loaders()
             self.model_spec: dict[str, Any] = self.images.model_spec(settings.model)
             # Built in the same way on every rank, then made equal to rank 0's.
             self.model: torch.nn.Module = make_model(**self.model_spec).to(world.device)
@@ -63,11 +63,11 @@ class Engine:
             if settings.optimizer == "muon":
                 hidden_matrices(self.model, settings.model)
             # With --elastic this process is alone until `_begin`.
-            most_ranks = settings.virtual_ranks or 1
-            self.membership: Membership = Membership(world, most_ranks, settings.timeout)
+            max_world_size = settings.virtual_ranks or 1
+            self.membership: Membership = Membership(world, max_world_size, settings.timeout)
             if not self.membership.elastic:
                 self._open_outputs()
-        state, compressed = self._until_met(self._begin)
+        state, compressed = self._retry_rendezvous(self._begin)
         self._make_engine(state)
         # This epoch's sums, as in `_count`: of this rank, or with --elastic of all ranks, since a
         # lost rank cannot be asked for its own.
@@ -114,7 +114,7 @@ class Engine:
                 self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
         return state, compressed
 
-    def _deal_images(self) -> None:
+    def _make_loaders(self) -> None:
         """Makes the loaders of this rank's images."""
         images, settings, world = self.images, self.settings, self.world
         self.train: DataLoader[Sample] = make_loader(images.train, settings, world, train=True)
@@ -180,19 +180,19 @@ class Engine:
             **(late if found.is_late else {}),
         )
 
-    def _lose(self, error: Exception) -> None:
+    def _rejoin(self, error: Exception) -> None:
         """Leaves the group after the loss of a rank; reraises any other error."""
         if not self.membership.elastic or not is_communication_error(error):
             self.membership.note_failure(self.global_step + self.epoch, error)
             raise error
-        self.membership.lose(error)
+        self.membership.rejoin(error)
 
-    def _until_met(self, meet: Callable[[], Any]) -> Any:
+    def _retry_rendezvous(self, meet: Callable[[], Any]) -> Any:
         while True:
             try:
                 return meet()
             except Exception as error:  # noqa: BLE001  # raised again where it ends the run
-                self._lose(error)
+                self._rejoin(error)
 
     def _meet(self) -> checkpoint.State | None:
         """Opens the next generation's group with this rank in it. Collective.
@@ -201,9 +201,9 @@ class Engine:
         """
         meeting = self.membership.meet(self.global_step + self.epoch)
         self.world = self.membership.world
-        self.report.speaks = self.world.rank == 0
+        self.report.is_rank_0 = self.world.rank == 0
         with raise_on_all_ranks(self.group):
-            self._deal_images()
+            self._make_loaders()
             if not self.writes:
                 self._open_outputs()
         if meeting.source is None or meeting.same_state:

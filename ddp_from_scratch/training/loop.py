@@ -54,8 +54,8 @@ class Trainer(Engine):
                         # Unfinished collectives would hold the lost group's connections.
                         stop.drop()
                         self.reducer.abort_step()
-                    self._lose(error)
-                kept = self._until_met(self._continue)
+                    self._rejoin(error)
+                kept = self._retry_rendezvous(self._continue)
                 self.regrouped = left, time.monotonic(), kept
         if number:
             return number
@@ -323,8 +323,8 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
 
 def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
     """Prints a saved model's test accuracy, by default on the dataset of its training."""
-    asked = {"the command": "test", "--dataset": dataset or "not given"}
-    group = prepare_process(settings, world, asked)
+    must_match = {"the command": "test", "--dataset": dataset or "not given"}
+    group = prepare_process(settings, world, must_match)
     model, state = load_model(path, world, group)
     name = dataset or state["settings"]["dataset"]
     data = open_dataset(name, settings, world, group)
@@ -337,4 +337,5 @@ def test(settings: Settings, dataset: str | None, path: Path, world: World) -> N
                 )
         loader = make_loader(data.test, settings, world, train=False)
     share = accuracy(model, loader, world, settings.precision)
-    Report(speaks=world.rank == 0, quiet=settings.quiet).result(f"{name} test accuracy {share:.4f}")
+    report = Report(is_rank_0=world.rank == 0, quiet=settings.quiet)
+    report.result(f"{name} test accuracy {share:.4f}")

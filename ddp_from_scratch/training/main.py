@@ -177,11 +177,11 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
     if backend == "mpi":
         return start_mpirun(counts[0], command)
     allowed = settings.max_restarts if settings.max_restarts is not None else MAX_RESTARTS
-    asked = {}
+    must_match = {}
     if settings.elastic and len(counts) > 1:
         from ddp_from_scratch.training.coordination import versions
 
-        asked = versions() | settings.to_compare()
+        must_match = versions() | settings.to_compare()
     return start_ranks(
         command,
         counts,
@@ -191,7 +191,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         settings.timeout,
         preload=[_TRAINER],
         max_restarts=allowed if settings.elastic else None,
-        asked=asked,
+        must_match=must_match,
         stdin=options.debug_rank,
         output_prefix=options.output_prefix,
         output_ranks=_ranks(options.output_ranks, sum(counts)),

@@ -15,10 +15,10 @@ from ddp_from_scratch.launch.rank_process import say
 
 
 class Report:
-    """Prints a progress bar on a terminal, plain lines elsewhere, on the rank that `speaks`."""
+    """Prints a progress bar on a terminal, plain lines elsewhere. Only rank 0 prints."""
 
-    def __init__(self, *, speaks: bool, quiet: bool) -> None:
-        self.speaks = speaks  # another rank may take over
+    def __init__(self, *, is_rank_0: bool, quiet: bool) -> None:
+        self.is_rank_0 = is_rank_0  # changes where another rank takes over
         self._quiet = quiet
         # Both, because under mpirun every rank's standard output is a terminal.
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
@@ -33,22 +33,22 @@ class Report:
             unit="step",
             leave=False,
             # On standard error: the output can be piped, and under mpirun it is a terminal, too.
-            disable=not self.speaks or self._quiet or not sys.stderr.isatty(),
+            disable=not self.is_rank_0 or self._quiet or not sys.stderr.isatty(),
             dynamic_ncols=True,
         )
 
     def line(self, text: str) -> None:
-        if self.speaks and not self._quiet:
+        if self.is_rank_0 and not self._quiet:
             # Hides the bar meanwhile.
             with tqdm.external_write_mode(file=sys.stdout):
                 say(text, sys.stdout)
 
     def warning(self, text: str) -> None:
-        if self.speaks:  # also when quiet
+        if self.is_rank_0:  # also when quiet
             say(f"warning: {text}")
 
     def result(self, text: str) -> None:
-        if self.speaks:  # also when quiet
+        if self.is_rank_0:  # also when quiet
             say(text, sys.stdout)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_from_scratch.common.errors import UsageError
+from ddp_from_scratch.common.numbers import is_power_of_two
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, MOST_HERE
 
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "fake")
@@ -71,7 +72,7 @@ _FROM_1 = _must("1 or more", lambda value: value >= 1, int, "N")
 _SEED = _must("0 to 2**62 - 1", lambda value: 0 <= value < 2**62, int, "N")
 _THREADS = _must(f"1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE, int, "N")
 _WORKERS = _must(f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE, int, "N")
-_VIRTUAL_RANKS = _must("a power of two", lambda v: v > 0 and not v & v - 1, int, "V")
+_VIRTUAL_RANKS = _must("a power of two", is_power_of_two, int, "V")
 _PORT = _must("1 to 65535", lambda value: 1 <= value <= 65535, int, "P")
 _SHARE = _must(f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST, float, "X")
 _POSITIVE = f"a positive number, at most {_LARGEST:g}"

@@ -14,19 +14,15 @@ sums of that chunk (all-to-all), adds them along the tree, and sends the average
 (all-gather).
 """
 
-import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cache, partial
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import (
     all_gather_single,
     check_group,
@@ -38,40 +34,6 @@ from ddp_from_scratch.common.memory import as_real
 from ddp_from_scratch.core.bucket import FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import comm_hook
 from ddp_from_scratch.options.comm_hooks import Later
-
-
-def seed_generators(seed: int) -> None:
-    """Seeds every generator that a model may use: torch's (also on GPUs), Python's, numpy's."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    # A seed may have more bits than the 32 that numpy takes.
-    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Returns the states of these generators; of GPUs only the current one's."""
-    return torch.get_rng_state(), gpu.generator_state(), random.getstate(), np.random.get_state()
-
-
-def set_generator_states(states: tuple[Any, ...]) -> None:
-    """Restores what `generator_states` returned."""
-    cpu, of_gpu, python, numpy = states
-    torch.set_rng_state(cpu)
-    if of_gpu is not None:
-        gpu.set_generator_state(of_gpu)
-    random.setstate(python)
-    np.random.set_state(numpy)
-
-
-@contextmanager
-def seeded(*numbers: int) -> Iterator[None]:
-    """Seeds all generators from these numbers inside the context, and restores them after it."""
-    before = generator_states()
-    seed_generators(int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]))
-    try:
-        yield
-    finally:
-        set_generator_states(before)
 
 
 def virtual_rank_range(virtual_ranks: int, rank: int, ranks: int) -> range:
@@ -252,7 +214,7 @@ class TreeReduction:
             row = flat
             if last not in range(start, start + size):
                 row = torch.zeros_like(flat)
-                windows = dict(zip(members, bucket.windows_of(row), strict=True))
+                windows = dict(zip(members, bucket.views_of(row), strict=True))
                 for index, gradient in gradients.items():
                     windows[index].copy_(gradient)
             rows.append(as_real(row))

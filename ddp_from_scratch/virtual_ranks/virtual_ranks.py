@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.group import wait
+from ddp_from_scratch.common.numbers import is_power_of_two
+from ddp_from_scratch.common.random import seeded
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
@@ -26,7 +28,6 @@ from ddp_from_scratch.virtual_ranks.tree_reduction import (
     PartialSums,
     TreeReduction,
     deal_rest,
-    seeded,
     virtual_rank_range,
 )
 
@@ -37,7 +38,7 @@ class VirtualRanks(Observer):
     """This rank's share of the `count` virtual ranks, and the state of their step."""
 
     def __init__(self, count: int, snapshot: Callable[[], BufferSnapshot], windows: bool) -> None:
-        if count < 1 or count & (count - 1):
+        if not is_power_of_two(count):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
         self.count = count
         self._snapshot, self._seed = snapshot, 0

@@ -28,8 +28,8 @@ from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.observer import Tracer
 from ddp_from_scratch.options.unused import find_tensors
 
-Mark = Any  # what `Marks.take` returns: a time of the host, or an event of a GPU
-Layout = tuple[tuple[str, ...], ...]
+TimeMark = Any  # what `Marks.take` returns: a time of the host, or an event of a GPU
+BucketNames = tuple[tuple[str, ...], ...]
 Span = tuple[float, float]  # begin and end
 
 # Marks ------------------------------------------------------------------------------------------
@@ -44,14 +44,14 @@ class Marks:
 
     def __init__(self, device: torch.device) -> None:
         # The clock function itself: every gradient calls it, and a wrapper would double the cost.
-        self.take: Callable[[], Mark] = time.perf_counter
+        self.take: Callable[[], TimeMark] = time.perf_counter
         if gpu.is_gpu(device):
             self.take = partial(gpu.record, device, timed=True)
             gpu.synchronize(device)  # one moment on both clocks
             self._near, self._its_seconds = self.take(), time.perf_counter()
             self._near.synchronize()
 
-    def seconds(self, mark: Mark) -> float:
+    def seconds(self, mark: TimeMark) -> float:
         """Returns a mark in seconds of `time.perf_counter`. Waits for a GPU's event."""
         if isinstance(mark, float):
             return mark
@@ -69,10 +69,10 @@ class StepMarks:
     """The marks of one step."""
 
     iteration: int  # the number of averages before it
-    layout: Layout = ()  # the parameters of each bucket, in launch order
-    arrived: list[tuple[str, Mark]] = field(default_factory=list)  # a parameter's gradient
-    buckets: dict[int, dict[str, Mark]] = field(default_factory=dict)  # by index and moment
-    events: list[tuple[str, Mark]] = field(default_factory=list)  # a launch has no mark
+    layout: BucketNames = ()  # the parameters of each bucket, in launch order
+    arrived: list[tuple[str, TimeMark]] = field(default_factory=list)  # a parameter's gradient
+    buckets: dict[int, dict[str, TimeMark]] = field(default_factory=dict)  # by index and moment
+    events: list[tuple[str, TimeMark]] = field(default_factory=list)  # a launch has no mark
     launched: bool = False  # True once all buckets are
 
 
@@ -205,7 +205,7 @@ class StepTimes:
     """One step; time 0 is its beginning on the first rank to begin."""
 
     iteration: int
-    layout: Layout  # the parameters of each bucket
+    layout: BucketNames  # the parameters of each bucket
     ranks: tuple[RankTimes, ...]
 
     @property
@@ -234,7 +234,7 @@ class Record:
 def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
     """Converts one step's marks to times on the rank's own clock."""
 
-    def ms(mark: Mark) -> float:
+    def ms(mark: TimeMark) -> float:
         return marks.seconds(mark) * 1e3
 
     forward: list[Span] = []
@@ -279,7 +279,7 @@ def rank_times(rank: int, marks: Marks, step: StepMarks) -> RankTimes:
     return RankTimes(rank, tuple(forward), backward, arrived, tuple(buckets), update, begin, end)
 
 
-def step_times(iteration: int, layout: Layout, ranks: Sequence[RankTimes]) -> StepTimes:
+def step_times(iteration: int, layout: BucketNames, ranks: Sequence[RankTimes]) -> StepTimes:
     """Joins one step of all ranks, whose times are on one clock, and fills in `met` and `last`."""
     launches: dict[int, tuple[float, int]] = {}  # the last of each bucket, and its rank
     for times in ranks:

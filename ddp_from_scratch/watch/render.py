@@ -37,7 +37,7 @@ COLOURS = {
 }
 
 Spans = list[tuple[str, Span]]  # symbols, with begin and end in ms
-Row = tuple[str, Spans]  # a label, and the spans of its line
+TimelineRow = tuple[str, Spans]  # a label, and the spans of its line
 
 
 def computed(rank: RankTimes) -> Spans:
@@ -72,7 +72,7 @@ def _size(nbytes: int) -> str:
 
 def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
     """Draws one step, with a line for each rank and each of its buckets, and a summary."""
-    rows: list[Row] = []
+    rows: list[TimelineRow] = []
     for rank, bucket, label in _rows(record, step):
         if bucket is None:
             rows.append((label, computed(rank)))
@@ -153,7 +153,7 @@ def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
     return draw_panels({title: rows}, *paths)
 
 
-def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = "") -> bool:
+def draw_panels(panels: Mapping[str, Sequence[TimelineRow]], *paths: Path, title: str = "") -> bool:
     """Draws captioned panels of rows on one ms scale; file names choose the formats."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

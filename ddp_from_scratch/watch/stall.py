@@ -23,7 +23,7 @@ _WAKES = 3  # how many times a watch wakes up in `after` seconds
 _made: Counter[str] = Counter()
 
 
-class Progress(NamedTuple):
+class StepProgress(NamedTuple):
     """A Reducer's position in a step. Two positions are equal if nothing happened in between."""
 
     step: int  # the number of averages before this one
@@ -32,7 +32,7 @@ class Progress(NamedTuple):
     text: str  # which gradients have arrived on this rank, and which are missing
 
     @classmethod
-    def of(cls, reducer: CoreReducer) -> "Progress":
+    def of(cls, reducer: CoreReducer) -> "StepProgress":
         """Reads the position of the current step. Any thread may call it."""
         # Reads the buckets once, because they may be rebuilt meanwhile.
         launched, buckets, names = reducer.average.next_bucket, reducer.all_buckets, reducer.names
@@ -142,12 +142,12 @@ class StallWatch(Observer):
             except (RuntimeError, ValueError):
                 return  # the group has been destroyed
 
-    def _look(self) -> Progress | None:
+    def _look(self) -> StepProgress | None:
         # The thread must not keep the Reducer alive, nor the store except while it reports.
         reducer = self._reducer()
         if reducer is None:
             return None
-        now = Progress.of(reducer)
+        now = StepProgress.of(reducer)
         over = int(self._on_host)
         left = [bucket for bucket in self._under_way.copy() if bucket[0] > over]
         if not left:
@@ -155,9 +155,9 @@ class StallWatch(Observer):
         # The host is ahead of the GPU, so `now` already counts gradients of the next step.
         _, step, index = left[0]
         text = f"all gradients of step {step} have arrived, and since then {now.text}"
-        return Progress(step, f"bucket {index}", text)
+        return StepProgress(step, f"bucket {index}", text)
 
-    def _report(self, now: Progress, waited: float, store: dist.Store) -> str:
+    def _report(self, now: StepProgress, waited: float, store: dist.Store) -> str:
         lines = [f"step {now.step}, rank {self._rank}: has waited {waited:.0f} s for {now.bucket}"]
         for rank in range(self._world_size):
             text = "no report: it has continued, has ended, or has no stall_after"

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.options.launch_order import communicate
-from ddp_from_scratch.watch.recorder import Mark, Recorder, StepMarks
+from ddp_from_scratch.watch.recorder import Recorder, StepMarks, TimeMark
 
 # The phases in which a rank works, in the order of a step; then the phase in which it waits.
 WORK = ("data", "forward", "backward", "optimizer")
@@ -91,7 +91,7 @@ def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> S
     )
 
 
-def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:  # noqa: C901
+def phases(events: Sequence[tuple[str, TimeMark]]) -> list[tuple[str, TimeMark]]:  # noqa: C901
     """Turns the events of a step into phases, each with the mark of its begin; "end" is last.
 
     - optimizer: until the last optimizer's step ends; includes clipping and loss scaling.
@@ -103,7 +103,7 @@ def phases(events: Sequence[tuple[str, Mark]]) -> list[tuple[str, Mark]]:  # noq
     """
     enters = {"begin": "optimizer", "wait": "waiting", "waited": "backward"}
     enters |= {"all launched": "waiting", "averaged": "end"}
-    found: list[tuple[str, Mark]] = []
+    found: list[tuple[str, TimeMark]] = []
     stepped = False
     for event, mark in events:
         if event == "launch":

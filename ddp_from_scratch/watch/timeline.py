@@ -21,11 +21,11 @@ from ddp_from_scratch.common.errors import PeerError, UsageError, one_line
 from ddp_from_scratch.common.group import cpu_group, gather_objects
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.watch import recorder, render
-from ddp_from_scratch.watch.recorder import Mark, Record, Recorder, StepMarks
+from ddp_from_scratch.watch.recorder import Record, Recorder, StepMarks, TimeMark
 
 SKIP = 3  # averages before the first recorded step; the first of them rebuilds the buckets
 TOO_FEW = "no timeline: too few steps"
-_ROUNDS, _TAG = 20, 0  # of the messages that compare clocks
+_ROUNDS, _CLOCK_TAG = 20, 0  # of the messages that compare clocks
 
 
 class Timeline(Recorder):
@@ -152,7 +152,7 @@ class Timeline(Recorder):
         after = clock_offsets(self._hosts, self._group)
         clocks = list(zip(self._clocks, after, strict=True))
         offset = sum(ms for ms, _ in clocks[self.rank]) / 2
-        own: dict[int, tuple[recorder.Layout, recorder.RankTimes]] = {}
+        own: dict[int, tuple[recorder.BucketNames, recorder.RankTimes]] = {}
         for step, following in pairwise(self._steps[: self._count + 1]):
             # Each from its forward pass to its optimizer's end.
             events = step.events[_opening(step) :] + following.events[: _opening(following)]
@@ -234,11 +234,11 @@ def _opening(step: StepMarks) -> int:
 
 
 def mark_arrivals(
-    parameters: Mapping[str, torch.Tensor], take: Callable[[], Mark]
-) -> tuple[list[tuple[str, Mark]], list[Any]]:
+    parameters: Mapping[str, torch.Tensor], take: Callable[[], TimeMark]
+) -> tuple[list[tuple[str, TimeMark]], list[Any]]:
     """Makes hooks that take a mark for each gradient; returns the list of marks, and the hooks."""
     # No reference to a recorder, since the garbage collector sees no cycle through these hooks.
-    found: list[tuple[str, Mark]] = []
+    found: list[tuple[str, TimeMark]] = []
     handles = []
     for name, parameter in parameters.items():
         if parameter.requires_grad:
@@ -274,14 +274,14 @@ def clock_offsets(hosts: Sequence[str], group: dist.ProcessGroup) -> list[tuple[
         for _ in range(_ROUNDS):
             if group.rank() == 0:
                 began = time.perf_counter()
-                group.send([there], other, _TAG).wait()
-                group.recv([there], other, _TAG).wait()
+                group.send([there], other, _CLOCK_TAG).wait()
+                group.recv([there], other, _CLOCK_TAG).wait()
                 ended = time.perf_counter()
                 rounds.append((ended - began, (began + ended) / 2 - there.item()))
             elif group.rank() == other:
-                group.recv([there], 0, _TAG).wait()
+                group.recv([there], 0, _CLOCK_TAG).wait()
                 there.fill_(time.perf_counter())
-                group.send([there], 0, _TAG).wait()
+                group.send([there], 0, _CLOCK_TAG).wait()
         if rounds:
             way, offset = min(rounds)
             found[host] = offset * 1e3, way / 2 * 1e3

@@ -37,7 +37,7 @@ _JOB_STORE_TIMEOUT = timedelta(days=1)
 _POLL_S = 0.005
 
 
-class Meeting(NamedTuple):
+class GenerationState(NamedTuple):
     """The state of the ranks that meet in a new generation."""
 
     source: int | None  # the first rank with the most finished steps; None if no rank has state
@@ -61,12 +61,12 @@ class Membership:
     """The place of this process in its job's generations (`launch/elastic_agent.py`).
 
     Each process begins in a group of its own, so it can build its model without the others. At most
-    `most_ranks` ranks can share a step; a collective may take `timeout` seconds.
+    `max_world_size` ranks can share a step; a collective may take `timeout` seconds.
     """
 
-    def __init__(self, world: World, most_ranks: int, timeout: float) -> None:
+    def __init__(self, world: World, max_world_size: int, timeout: float) -> None:
         self.world: World = world
-        self._most_ranks, self._timeout = most_ranks, timedelta(seconds=timeout)
+        self._max_world_size, self._timeout = max_world_size, timedelta(seconds=timeout)
         self.elastic: bool = MEMBER in os.environ  # lost ranks are replaced; else one generation
         if self.elastic:
             self._store = job_store()
@@ -92,12 +92,12 @@ class Membership:
             return False
         return self._store.generation.number > self._generation.number
 
-    def meet(self, step: int) -> Meeting:
+    def meet(self, step: int) -> GenerationState:
         """Opens the group of the next generation, after `step` finished steps. Collective."""
         if dist.is_initialized():
-            self.leave()
+            self.close()
         while True:
-            generation = self._arrive(step if self._said.most_ranks else NO_STATE)
+            generation = self._arrive(step if self._said.max_world_size else NO_STATE)
             rank = generation.members.index(self._number)
             connect = timedelta(seconds=self._connect_s)
             try:
@@ -105,7 +105,7 @@ class Membership:
                 self.world = replace_group(self.world, store, rank, generation.machines, connect)
             except RuntimeError as error:  # a member has just died
                 self._connect_s *= 2
-                self.leave(error)
+                self.close(error)
                 self._ask_for_next(generation)
                 continue
             self._connect_s = _CONNECT_S
@@ -116,28 +116,29 @@ class Membership:
             set_failure_detector(is_broken)
             abort_on_lost_rank(dist.group.WORLD, is_broken)
             steps, last = generation.steps, max(generation.steps)
-            self.is_new_leader = rank == 0 and (self._said.most_ranks > 0 or self._number > 0)
+            self.is_new_leader = rank == 0 and (self._said.max_world_size > 0 or self._number > 0)
             source = None if last == NO_STATE else steps.index(last)
-            return Meeting(source, same_state=source is not None and min(steps) == last)
+            return GenerationState(source, same_state=source is not None and min(steps) == last)
 
     def note_state(self) -> None:
         """Tells the agent that this process has state with which others can continue."""
-        self._say(most_ranks=self._most_ranks)
+        self._say(max_world_size=self._max_world_size)
 
-    def leave(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Closes the group, so that peers that wait for this rank fail at once."""
         clear_tracebacks(error)  # the group closes with its last reference, and frames hold many
         if dist.is_initialized():
             close_default_group()
 
-    def lose(self, error: BaseException) -> None:
-        self.leave(error)
+    def rejoin(self, error: BaseException) -> None:
+        """Closes the group after `error`, and waits until the agent announces the next one."""
+        self.close(error)
         self._ask_for_next(self._generation)
 
     def note_failure(self, step: int, error: BaseException) -> None:
         self._say(failure=[step, f"{type(error).__name__}: {error}"])
         if self.elastic:
-            self.leave()
+            self.close()
 
     def _say(self, **said: Any) -> None:
         self._said = self._said._replace(**said)
@@ -156,7 +157,7 @@ class Membership:
         try:
             last = self._store.generation
             left = not {*generation.members} <= {*last.members}
-            return last.number > generation.number and (last.begun or left)
+            return last.number > generation.number and (last.started or left)
         except (OSError, RuntimeError):  # the store is gone, and with it the job
             return True
 
@@ -168,14 +169,14 @@ class Membership:
             if not is_new or self._number not in generation.members:
                 self._ask_for_next(generation)
                 continue
-            self._say(arrived=generation.number, step=step)
+            self._say(joined=generation.number, step=step)
             while (last := self._store.generation).number == generation.number:
                 if last.steps:
                     return last
                 time.sleep(_POLL_S)
 
     def _ask_for_next(self, generation: Generation) -> None:
-        self._say(asks=generation.number + 1)
+        self._say(wants=generation.number + 1)
         while self._store.generation.number <= generation.number:
             time.sleep(_POLL_S)
 
@@ -253,7 +254,7 @@ class ElasticRun:
                     wait(self._exchange)
                     self._exchange = None
                     if over.item():  # on all ranks after the same step
-                        self._membership.leave()
+                        self._membership.close()
         except Exception as error:
             self._membership.note_failure(self.step, error)
             raise
@@ -302,7 +303,7 @@ class ElasticRun:
                 raise
             self._exchange = None
             self._reducer.abort_step()
-            self._membership.lose(error)
+            self._membership.rejoin(error)
 
     def _note_step(self, *_: object) -> None:
         if self._stepped:

@@ -2,7 +2,7 @@
 
     job.run(Agent(["true"], rank_of, range(1)), "wait 3 | ends 0 KILL") == 137
 
-Before each poll the next event happens, a method of `Job`; `&` joins events between polls.
+Before each poll the next event happens, a method of `FakeJob`; `&` joins events between polls.
 """
 
 import signal
@@ -53,7 +53,7 @@ class StillRuns(Exception):
     pass
 
 
-class Job:
+class FakeJob:
     def __init__(self, monkeypatch):
         self.now, self._until, self._events = 100.0, 100.0, iter(())
         self.ranks = []
@@ -112,7 +112,7 @@ class Job:
         self.ranks.append(Rank(self, env))
         return self.ranks[-1]
 
-    # As the agents of other machines (`Nodes`, `Link`).
+    # As the agents of other machines (`MachineRegistry`, `Link`).
 
     def may_leave(self):
         return self.may_all_leave
@@ -151,13 +151,13 @@ class Job:
     def train(self, members):
         """They have joined the present generation, and have a state that 8 ranks can use."""
         for member in members:
-            self.says(member, arrived=self.said.generation.number, step=0, most_ranks=8)
+            self.says(member, joined=self.said.generation.number, step=0, max_world_size=8)
 
     def arrives(self, member):
-        self.says(member, arrived=self.said.generation.number)
+        self.says(member, joined=self.said.generation.number)
 
     def asks(self, member):
-        self.says(member, asks=self.said.generation.number + 1)
+        self.says(member, wants=self.said.generation.number + 1)
 
     def raises(self, member, step, text):
         self.arrives(member)

@@ -1,4 +1,4 @@
-"""What agents decide: tables of events (`fake_ranks.Job`), and elastic jobs in a simulation."""
+"""What agents decide: tables of events (`fake_ranks.FakeJob`), and elastic jobs in a simulation."""
 
 import signal
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import pytest
 from ddp_from_scratch.launch import start
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
-from tests.launch.fake_ranks import Job
+from tests.launch.fake_ranks import FakeJob
 from tests.support.simulation import Simulation
 from tests.support.tiers import slow
 
@@ -22,7 +22,7 @@ ASKED = "stopping all ranks; once more ends them at once"
 def job(monkeypatch):
     """Whatever signals this process ignores (nohup), and is left with the handlers it had."""
     before = [signal.signal(number, signal.SIG_DFL) for number in ALL]
-    yield Job(monkeypatch)
+    yield FakeJob(monkeypatch)
     now = [signal.signal(number, handler) for number, handler in zip(ALL, before, strict=True)]
     assert {handler for handler in now if handler is not signal.SIG_IGN} <= {signal.SIG_DFL}
 

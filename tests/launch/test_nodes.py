@@ -10,16 +10,18 @@ import torch.distributed as dist
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import nodes
-from ddp_from_scratch.launch.nodes import Link, Nodes
+from ddp_from_scratch.launch.nodes import Link, MachineRegistry
 
 
-class Job:
+class MachineZero:
     def __init__(self, monkeypatch, counts, elastic):
         self.now, self.beat = 100.0, 0
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
         self.store = dist.HashStore()
         self.joined, self.most = [], 9
-        self.machines = Nodes(self.store, nodes.Job(counts, elastic, {"--lr": "0.1"}), 60.0)
+        self.machines = MachineRegistry(
+            self.store, nodes.Job(counts, elastic, {"--lr": "0.1"}), 60.0
+        )
 
     def comes(self, node, *counts, lr="0.1", elastic=True):
         """An agent of this machine arrives; returns its answer, None if there is none yet."""
@@ -58,7 +60,7 @@ WRONG_RATE = "--lr is 0.2 here and 0.1 on machine 0"
 @pytest.fixture
 def unmet(monkeypatch):
     """An elastic job of two machines, with processes 0 here and 1 and 2 there."""
-    job = Job(monkeypatch, [1, 2], elastic=True)
+    job = MachineZero(monkeypatch, [1, 2], elastic=True)
     job.ranks = {member: job.machines.start(1, member) for member in (1, 2)}
     return job
 
@@ -136,7 +138,7 @@ def test_a_machine_that_is_new(job, capfd):
 
 @pytest.fixture
 def together(monkeypatch):
-    return Job(monkeypatch, [1, 1, 1], elastic=False)
+    return MachineZero(monkeypatch, [1, 1, 1], elastic=False)
 
 
 @pytest.mark.parametrize(

@@ -349,7 +349,7 @@ def test_gives_memory_that_was_moved_from_back(world):
         step(torch.ones(1, 512))
     beside = shared_memory_group(group)
     # For each of four segments one of parameters and one of momentum, and one for all gradients.
-    assert len(beside._windows._memories) == 9
+    assert len(beside._shared._memories) == 9
     weight = model[0].weight.detach()
     expected = weight.clone() * world.world_size
     dist.all_reduce(weight, group=beside)  # there is one of it, not one of each rank

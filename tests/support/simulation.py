@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ddp_from_scratch.launch import agent, elastic_agent, fork_server, nodes, rendezvous
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, JobStore, NodeAgent
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER
-from ddp_from_scratch.launch.nodes import Job, Link, Nodes
+from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
 from ddp_from_scratch.world import elastic
 from ddp_from_scratch.world.elastic import ElasticRun
 from tests.support.simulated import (
@@ -163,16 +163,16 @@ class Simulation:
             rendezvous._await_answer("machine 0", 1, SECRET, TIMEOUT_S)
             link: Any = Link(store, number, job, TIMEOUT_S)
             return NodeAgent(*arguments, (), peers=link).run()
-        others = Nodes(store, job, TIMEOUT_S) if len(self.counts) > 1 else None
+        others = MachineRegistry(store, job, TIMEOUT_S) if len(self.counts) > 1 else None
         mine: Any = {"counts": self.counts, "max_restarts": MAX_RESTARTS, "store": JobStore(store)}
         return ElasticAgent(*arguments, range(sum(self.counts)), peers=others, **mine).run()
 
     def _rank(self, process: Process) -> int:
         self.sleep(self.random.uniform(0.0, 1.0))  # it imports
         optimizer = Optimizer()
-        most_ranks = max(8, sum(self.counts))
+        max_world_size = max(8, sum(self.counts))
         reducer = Mock(module=torch.nn.Module())
-        membership: Any = elastic.Membership(Mock(rank=0), most_ranks, 60.0)
+        membership: Any = elastic.Membership(Mock(rank=0), max_world_size, 60.0)
         run: Any = ElasticRun(membership, reducer, optimizer)
         for attempt in run.attempts(STEPS):
             with attempt:

@@ -28,7 +28,7 @@ def state(step):
 
 def newest(folder):
     settings, spec = Settings(checkpoint_dir=folder, resume="auto"), state(1)["model_spec"]
-    return checkpoint.find_checkpoint(settings, spec, MODEL, Report(speaks=True, quiet=False))
+    return checkpoint.find_checkpoint(settings, spec, MODEL, Report(is_rank_0=True, quiet=False))
 
 
 def names(folder):

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.virtual_ranks.tree_reduction import seeded
+from ddp_from_scratch.common.random import seeded
 from tests.support.machines import group_over
 from tests.support.terms import as_large
 
