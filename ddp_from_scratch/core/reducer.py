@@ -257,20 +257,14 @@ class CoreReducer:
             parameter = bucket.deferred.pop(index)
             self._count(index, parameter.grad, deferred=True)
 
-    def _count(self, index: int, gradient: torch.Tensor | None, deferred: bool = False) -> None:  # noqa: C901
+    def _count(self, index: int, gradient: torch.Tensor | None, deferred: bool = False) -> None:
         """Counts one gradient; None if autograd left it undefined, which adds nothing."""
         bucket = self.bucket_of[index]
         if not self.sync:
-            if bucket.state is not BucketState.FILLING:
-                raise second_gradient(self.names[index], self.rank)
-            if gradient is not None:
-                self.average.local.add(index)
+            self._count_local(index, gradient, bucket)
             return
-        if gradient is None:
-            if self.hooks is not None and self.hooks.was_cleared(index, deferred):
-                self.average.error = taken_gradient(self.names[index], self.rank)
-        elif gradient.is_sparse or gradient.requires_grad:
-            check_gradient(gradient, bucket, self.names[index], self.rank)
+        if gradient is None or gradient.is_sparse or gradient.requires_grad:
+            self._check_unusual(index, gradient, bucket, deferred)
         # Reentrant checkpoints run passes inside a pass: the outermost's end shows what is unused.
         number, backward = current_pass(), self.backward
         if number != -1 and (
@@ -282,22 +276,34 @@ class CoreReducer:
             self._seen[index] = None
         if self.usage is not None and not self.usage.is_last_gradient(index):
             return
-        if bucket.state is not BucketState.FILLING:
-            if gradient is not None:
-                # Raised when no other rank waits.
-                self.average.error = second_gradient(self.names[index], self.rank)
-            return
         if gradient is None:
             bucket.mark_unused(index)
+        elif bucket.state is not BucketState.FILLING:
+            # Raised when no other rank waits.
+            self.average.error = second_gradient(self.names[index], self.rank)
         else:
             if isinstance(bucket, ViewBucket) and bucket.packs_early:
-                plan = self.average.plan or self.comm.plan(self.average)
-                if not plan.keeps_gradients:
-                    bucket.pack_one(index, plan.scale)
+                bucket.pack_one(index, self.average.plan or self.comm.plan(self.average))
             bucket.missing.discard(index)
             bucket.unused.discard(index)
-        if not bucket.missing:
+        if bucket.state is BucketState.FILLING and not bucket.missing:
             self.launch_full_buckets(early=True)
+
+    def _count_local(self, index: int, gradient: torch.Tensor | None, bucket: Bucket) -> None:
+        """Counts a gradient that stays on this rank."""
+        if bucket.state is not BucketState.FILLING:
+            raise second_gradient(self.names[index], self.rank)
+        if gradient is not None:
+            self.average.local.add(index)
+
+    def _check_unusual(
+        self, index: int, gradient: torch.Tensor | None, bucket: Bucket, deferred: bool
+    ) -> None:
+        """Raises for a gradient that the bucket cannot hold; notes one that was taken away."""
+        if gradient is not None:
+            check_gradient(gradient, bucket, self.names[index], self.rank)
+        elif self.hooks is not None and self.hooks.was_cleared(index, deferred):
+            self.average.error = taken_gradient(self.names[index], self.rank)
 
     def begin_pass(self) -> None:
         """Begins the pass that autograd is executing, and has autograd call at its end."""

@@ -38,12 +38,15 @@ class ViewBucket(FlatBucket):
         return self.views[position] if is_free else None
 
     @torch.no_grad()
-    def pack_one(self, index: int, scale: float) -> None:
-        """Copies parameter `index`'s gradient in, times `scale`; adds it if one was packed."""
+    def pack_one(self, index: int, plan: Averaging) -> None:
+        """Copies parameter `index`'s gradient in, scaled; adds it if one was packed.
+
+        Does nothing if the plan keeps gradients.
+        """
         position = self._position[index]
         parameter, view = self._parameters[position], self.views[position]
-        gradient = parameter.grad
-        if gradient is None or index in self.shared:
+        gradient, scale = parameter.grad, plan.scale
+        if gradient is None or plan.keeps_gradients or index in self.shared:
             return
         if index in self._packed:
             view.add_(gradient, alpha=scale)
