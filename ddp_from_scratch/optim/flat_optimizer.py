@@ -22,7 +22,8 @@ from torch.autograd.graph import increment_version
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
-from ddp_from_scratch.optim.shards import SHARDS, Unsharded
+from ddp_from_scratch.optim.shard_policy import Unsharded
+from ddp_from_scratch.optim.shards import SHARDS
 from ddp_from_scratch.optim.squares import squares_of_gradients, total
 from ddp_from_scratch.optim.unflattened import Unflattened
 from ddp_from_scratch.optim.update_rules import (

@@ -17,9 +17,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from numbers import Number
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,20 @@ from ddp_from_scratch.common.group import (
     wait,
     wait_all,
 )
-from ddp_from_scratch.common.memory import as_real, grad_dtype, in_huge_pages, same_memory, zeros
+from ddp_from_scratch.common.memory import as_real, grad_dtype, same_memory, zeros
 from ddp_from_scratch.core.bucket import CommHook, FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average, comm_hook
 from ddp_from_scratch.optim.flat_params import FlatParams, Span, can_move, overlapping
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
-from ddp_from_scratch.optim.squares import BLOCK, padded_zeros, squares_of_blocks, total
+from ddp_from_scratch.optim.shard_policy import (
+    Allocate,
+    Segments,
+    ShardPolicy,
+    States,
+    Unsharded,
+    placed,
+)
+from ddp_from_scratch.optim.squares import BLOCK
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, ParamGroup, UpdateRule
 from ddp_from_scratch.options.checks import Checks
 from ddp_from_scratch.options.comm_hooks import Later
@@ -48,87 +56,8 @@ from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import DriftCheck, Mark, check_sync, setting_text
 from ddp_from_scratch.sync.checksums import checksums, kind_of
 
-# The segments of a bucket, one behind the other.
-Segments: TypeAlias = Sequence[FlatParams]
-Allocate: TypeAlias = Callable[[int, torch.Tensor], torch.Tensor]
-States: TypeAlias = Mapping[torch.Tensor, dict[str, Any]]
-
 # A bucket of at most this many bytes travels in the message of the checksums.
 _MAX_CARRIED_NBYTES = 2**21
-
-
-class ShardPolicy:
-    """What a rank does of a step. A class that overrides nothing does all of it alone."""
-
-    cuts = False  # True if ranks may divide a segment's gradient at any of its cache lines
-    _max_norm: float | None = None  # of the step under way
-
-    def __init__(self, name: str, reducer: Any, rule: UpdateRule, overlap: bool = False) -> None:
-        self._name, self._reducer, self._rule, self._overlap = name, reducer, rule, overlap
-
-    def before_arranging(self) -> None: ...
-    def allocator(self, bucket: FlatBucket) -> Allocate:
-        """Returns a function that makes memory for the parameters of each segment, in order."""
-        return self.allocate
-
-    def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """Makes memory for state."""
-        return in_huge_pages(like.new_empty(numel))
-
-    def arranged(
-        self, segments: Mapping[FlatBucket, Segments], unflattened: Sequence[torch.Tensor]
-    ) -> None: ...
-    def averaging(self, clips: bool) -> AbstractContextManager[Any]:
-        """A context for the backward pass of `backward_and_step`."""
-        return nullcontext()
-
-    def members(self, segment: FlatParams) -> list[int]:
-        """Returns the members that a flat call can step."""
-        return segment.in_place()
-
-    def mark_loaded(self, states: States) -> None:
-        """Notes the whole state that is loaded, which ranks compare in the next step."""
-
-    def forget_loaded(self) -> None: ...
-    def begin_step(self, max_norm: float | None) -> None:
-        """Waits until all parameters are those after the last step. Collective."""
-        self._max_norm = max_norm
-
-    def mark_gradients(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, Mark]:
-        """Returns what the next average must compare of the gradients, by parameter."""
-        return {}
-
-    def check_step(self) -> None:
-        """Raises if the ranks cannot divide this step."""
-
-    def step(self, segment: FlatParams, spans: Sequence[Span], group: ParamGroup) -> None:
-        segment.update(spans, group)
-
-    def end_step(self, buckets: Sequence[FlatBucket], groups: Sequence[ParamGroup]) -> None: ...
-    def synchronize(self) -> None:
-        """Waits until all parameters are those after the last step."""
-
-    def whole_state(self, segments: Segments, states: States) -> dict[torch.Tensor, dict[str, Any]]:
-        """Returns the state of which a rank has only its share, by parameter. Collective."""
-        return {}
-
-    def sum_of_squares(self, segments: Sequence[Segments]) -> torch.Tensor:
-        """Returns the sum of the squares of all gradients; each item has a bucket's segments."""
-        return total([self._squares(each) for each in segments if each])
-
-    def _squares(self, segments: Segments) -> torch.Tensor:
-        """Returns the sum of squares of each block of a bucket; 0 where another rank has it."""
-        numel = sum(segment.flat.numel() for segment in segments)
-        padded = padded_zeros(numel, segments[0].flat)
-        for segment, begin in _placed(segments):
-            segment.copy_gradients(
-                self.members(segment), padded[begin : begin + segment.flat.numel()]
-            )
-        return squares_of_blocks(padded)
-
-
-class Unsharded(ShardPolicy):
-    """Every rank has all parameters and state, and steps all of them."""
 
 
 class Shards(ShardPolicy):
@@ -400,12 +329,12 @@ class WorldShards(Shards):
         for bucket, flat in self._flats.items():
             self._in_memory.setdefault(flat.untyped_storage().data_ptr(), set()).add(bucket)
         for bucket, each in segments.items():
-            share, placed = self._flats[bucket].numel() // self._size, _placed(each)
+            share, rows = self._flats[bucket].numel() // self._size, placed(each)
             self._bounds[bucket] = [
-                sum(segment.gradients_before(rank * share - begin) for segment, begin in placed)
+                sum(segment.gradients_before(rank * share - begin) for segment, begin in rows)
                 for rank in range(self._size + 1)
             ]
-            for segment, begin in placed:
+            for segment, begin in rows:
                 segment.own_only(self._rank * share - begin, (self._rank + 1) * share - begin)
 
         # Not on a GPU, for which the host would have to wait.
@@ -546,12 +475,12 @@ class WorldShards(Shards):
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for name in dict.fromkeys(name for s in segments for name in s.state if name != "step"):
             flat = segments[0].flat.new_zeros(share * self._size)
-            for segment, begin in _placed(segments):
+            for segment, begin in placed(segments):
                 if name in segment.state:
                     own = begin + segment.own.start
                     flat[own : own + len(segment.own)] = segment.state[name][0]
             wait_all(self._gather(flat))
-            for segment, begin in _placed(segments):
+            for segment, begin in placed(segments):
                 if name in segment.state:
                     windows = segment.windows(flat[begin : begin + segment.flat.numel()])
                     views = segment.state[name][1]
@@ -598,12 +527,6 @@ def _number(value: Any) -> Any:
 
 def _checksum(value: object) -> str:
     return f"{zlib.crc32(repr(value).encode()):08x}"
-
-
-def _placed(segments: Segments) -> list[tuple[FlatParams, int]]:
-    """Returns each segment, and where it begins among the parameters of its bucket."""
-    begins = accumulate((segment.flat.numel() for segment in segments), initial=0)
-    return list(zip(segments, begins, strict=False))
 
 
 SHARDS: dict[str, type[ShardPolicy]] = {"none": Unsharded, "node": NodeShards, "world": WorldShards}
