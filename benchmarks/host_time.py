@@ -1,14 +1,15 @@
 """python -m benchmarks.host_time: measures what a Reducer's Python costs, on one rank.
 
 Examples:
-    python -m benchmarks.host_time                20 seconds for each table
-    python -m benchmarks.host_time --quick        3 seconds each; the numbers are rough
+    python -m benchmarks.host_time                10 seconds for each line of two tables
+    python -m benchmarks.host_time --quick        1 second each; the numbers are rough
     python -m benchmarks.host_time --rounds 500
 
 One process, gloo, one thread. All times are process time (CPU), so a busy machine disturbs them
-less than a clock. Contenders take turns, in a new random order each round. A turn is six passes or
-steps in a row, of which the first only warms the caches: training, too, runs one program over and
-over. Brackets hold the 95 % bootstrap interval.
+less than a clock. What a line compares takes turns, in a new random order each round, and no other
+Reducer is there, since several take care of each other's order. A turn is six passes or steps in a
+row, of which the first only warms the caches: training, too, runs one program over and over.
+Brackets hold the 95 % bootstrap interval.
 
 The first table: a backward pass of 32 layers of 64 x 64 in 1, 4 and 16 buckets, beyond the same
 pass without a Reducer. With nothing to average, a Reducer on one rank neither packs nor launches.
@@ -23,6 +24,7 @@ the same step without a Reducer. torch's optimizer has `fused=True`. "ddp.SGD" s
 """
 
 import argparse
+import gc
 import math
 import sys
 import time
@@ -70,7 +72,6 @@ MLP = Workload(
     lambda: (torch.randn(64, 784), torch.randint(10, (64,))),
 )
 STEPS = [
-    ContenderSpec(NO_COMMUNICATION, alone),
     ContenderSpec("Reducer", reducer()),
     ContenderSpec("Reducer, views", reducer(**VIEWS)),
     ContenderSpec("ddp.SGD", flat()),
@@ -98,29 +99,29 @@ def main() -> int:
         if world.world_size > 1:
             raise UsageError(f"host_time measures one rank, got {world.world_size}: no launcher")
         title = f"a backward pass of {LAYERS} layers of {WIDTH} x {WIDTH}; gloo, one rank"
-        passes = measure(make_passes(), options, title)
-        print(f"\n{title}, {len(passes[0].milliseconds)} turns each")
-        print(table_of_passes(passes), flush=True)
-        write_samples("host_time-backward", title, passes, options)
+        lines = {
+            (count, views): measure(make_passes(count, views), options, title)
+            for views in (False, True)
+            for count in BUCKETS
+        }
+        print(f"\n{title}\n{table_of_passes(lines)}", flush=True)
+        write_samples("host_time-backward", title, lines.values(), options)
 
         title = f"a training step: {MLP.name}; gloo, one rank"
-        torch.manual_seed(0)
-        made = contenders(MLP, world.device, STEPS, keep_start=False)
-        steps = measure([Timed(c.name, c.step) for c in made], options, title)
-        print(f"\n{title}, {len(steps[0].milliseconds)} turns each")
-        print(table_of_steps(steps), flush=True)
-        write_samples("host_time-step", title, steps, options)
+        pairs = [measure(make_steps(spec, world.device), options, title) for spec in STEPS]
+        print(f"\n{title}\n{table_of_steps(pairs)}", flush=True)
+        write_samples("host_time-step", title, pairs, options)
     return 0
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.host_time", __doc__)
-    parser.add_argument("--rounds", type=int, help="of each table, in place of --seconds")
-    parser.add_argument("--seconds", type=float, help="for a table, after warm-up (default: 20)")
-    parser.add_argument("--quick", action="store_true", help="3 seconds each")
+    parser.add_argument("--rounds", type=int, help="of each line, in place of --seconds")
+    parser.add_argument("--seconds", type=float, help="for a line, after warm-up (default: 10)")
+    parser.add_argument("--quick", action="store_true", help="1 second for each line")
     options = parser.parse_args(arguments)
     if options.seconds is None:
-        options.seconds = 3.0 if options.quick else 20.0
+        options.seconds = 1.0 if options.quick else 10.0
     if not 0 < options.seconds < math.inf:
         raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
     if options.rounds is not None and options.rounds < 2:
@@ -150,9 +151,13 @@ def _time(contender: Timed) -> float:
 
 
 def write_samples(
-    name: str, title: str, samples: Iterable[Samples], options: argparse.Namespace
+    name: str, title: str, lines: Iterable[Sequence[Samples]], options: argparse.Namespace
 ) -> None:
-    found = [{"name": s.name, "milliseconds": s.milliseconds} for s in samples]
+    found = [
+        {"line": number, "name": s.name, "milliseconds": s.milliseconds}
+        for number, samples in enumerate(lines)
+        for s in samples
+    ]
     write(name, title, found, options.results, benchmark="host_time", backend="gloo", nproc=1)
 
 
@@ -167,14 +172,13 @@ def all_reduce(state: Any, bucket: Any) -> torch.futures.Future[Any]:
 all_reduce.one_collective = True  # type: ignore[attr-defined]
 
 
-def make_passes() -> list[Timed]:
+def make_passes(count: int, views: bool) -> list[Timed]:
+    gc.collect()  # the Reducers of the last line
     passes = [_pass(NO_COMMUNICATION, lambda model: model)]
-    for count in BUCKETS:
-        for views in (False, True):
-            passes += [
-                _pass(name_of(kind, count, views), _wrapper(kind, count, views))
-                for kind in (OURS, TORCHS, TORCHS_HOOKED)
-            ]
+    passes += [
+        _pass(name_of(kind, count, views), _wrapper(kind, count, views))
+        for kind in (OURS, TORCHS, TORCHS_HOOKED)
+    ]
     return passes
 
 
@@ -228,27 +232,34 @@ def _pass(name: str, wrap: Callable[[nn.Module], nn.Module]) -> Timed:
     return Timed(name, lambda: losses.pop().backward(), prepare)
 
 
-def table_of_passes(samples: Sequence[Samples]) -> str:
-    plain = np.array(samples[0].milliseconds)
-    # In microseconds, beyond the same pass without a Reducer.
-    beyond = {s.name: 1e3 * (np.array(s.milliseconds) - plain) for s in samples[1:]}
-    rows = []
+def table_of_passes(lines: dict[tuple[int, bool], list[Samples]]) -> str:
+    rows, plain = [], np.concatenate([line[0].milliseconds for line in lines.values()])
     for views in (False, True):
-        for count in BUCKETS:
-            found = [beyond[name_of(kind, count, views)] for kind in (OURS, TORCHS, TORCHS_HOOKED)]
-            best = min(found[1:], key=np.median)
-            rows.append([name_of("", count, views)[2:], *map(interval, found)])
-            rows[-1].append(_two_digits(ratio_of_medians(found[0], best)))
+        found = {count: _beyond(lines[count, views]) for count in BUCKETS}
+        for count, columns in found.items():
+            rows.append([name_of("", count, views)[2:], *map(interval, columns)])
+            rows[-1].append(_two_digits(ratio_of_medians(columns[0], best_of(columns[1:]))))
+        # Lines may have different numbers of rounds.
+        rounds = min(len(columns[0]) for columns in found.values())
         more = [
-            (beyond[name_of(kind, BUCKETS[-1], views)] - beyond[name_of(kind, BUCKETS[0], views)])
-            / (BUCKETS[-1] - BUCKETS[0])
-            for kind in (OURS, TORCHS, TORCHS_HOOKED)
+            (last[:rounds] - first[:rounds]) / (BUCKETS[-1] - BUCKETS[0])
+            for first, last in zip(found[BUCKETS[0]], found[BUCKETS[-1]], strict=True)
         ]
         name = f"a bucket more{', views' if views else ''}"
-        best = min(more[1:], key=np.median)
-        rows.append([name, *map(interval, more), _two_digits(ratio_of_medians(more[0], best))])
+        ratio = _two_digits(ratio_of_medians(more[0], best_of(more[1:])))
+        rows.append([name, *map(interval, more), ratio])
     heads = ["us beyond no Reducer", OURS, TORCHS, TORCHS_HOOKED, "/ torch's best"]
     return f"{text_table(heads, rows)}\nwithout a Reducer: {interval(1e3 * plain)} us"
+
+
+def _beyond(line: list[Samples]) -> list[NDArray[np.float64]]:
+    """Returns microseconds beyond the same pass without a Reducer, for each contender."""
+    plain = np.array(line[0].milliseconds)
+    return [1e3 * (np.array(samples.milliseconds) - plain) for samples in line[1:]]
+
+
+def best_of(columns: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+    return min(columns, key=lambda column: float(np.median(column)))
 
 
 def interval(values: NDArray[np.float64]) -> str:
@@ -269,14 +280,19 @@ def ratio_of_medians(
 # A step -----------------------------------------------------------------------------------------
 
 
-def table_of_steps(samples: Sequence[Samples]) -> str:
-    plain = samples[0]
+def make_steps(spec: ContenderSpec, device: torch.device) -> list[Timed]:
+    gc.collect()  # the Reducer of the last line
+    torch.manual_seed(0)
+    pair = [ContenderSpec(NO_COMMUNICATION, alone), spec]
+    return [Timed(c.name, c.step) for c in contenders(MLP, device, pair, keep_start=False)]
+
+
+def table_of_steps(pairs: Sequence[Sequence[Samples]]) -> str:
     rows = []
-    for s in samples:
-        middle, low, high = median_interval(np.array(s.milliseconds))
-        ratio = "1" if s is plain else _two_digits(s.ratio_to(plain))
-        rows.append([s.name, f"{middle:.2f} ({low:.2f} to {high:.2f})", ratio])
-    return text_table(["", "CPU ms per step", "/ no communication"], rows)
+    for plain, ours in pairs:
+        columns = [_two_digits(median_interval(np.array(s.milliseconds))) for s in (plain, ours)]
+        rows.append([ours.name, *columns, _two_digits(ours.ratio_to(plain))])
+    return text_table(["CPU ms per step", NO_COMMUNICATION, "with it", "ratio"], rows)
 
 
 def _two_digits(interval: tuple[float, float, float]) -> str:
