@@ -168,7 +168,7 @@ class Reducer:
         device = next(iter(parameters.values())).device
 
         def options() -> Iterator[Observer]:
-            # In call order: layout first, comparisons last. An option that is off costs nothing.
+            # In the order of their calls. An option that is off costs nothing.
             yield self._checks
             if not local_steps:
                 yield LocalSteps()
@@ -277,7 +277,8 @@ class Reducer:
         """Averages each bucket with `hook(state, bucket)` from now on; see `comm_hooks`.
 
         Unless a hook has `hook.one_collective = True`, it may start a second collective, so only
-        one bucket is in flight at a time. Raises a RuntimeError while a backward pass is running.
+        one bucket is in flight at a time. Raises a RuntimeError while a gradient waits for its
+        average, and with virtual ranks or `reduce="sum"`.
         """
         launch_order.check_current(self.core)
         self._check_idle("a comm hook cannot be registered while gradients wait for their average")

@@ -10,6 +10,7 @@ tests/test_api.py holds them down.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections import Counter
@@ -50,6 +51,7 @@ def trace() -> Steps:
         threading.setprofile(None)
         model.zero_grad()
 
+    gc.collect()  # Reducers of earlier programs in this process would share the launch order
     model = torch.nn.Sequential(*(torch.nn.Linear(200, 200) for _ in range(4)))
     ddp.broadcast_parameters(model)
     steps: list[Called] = []

@@ -31,9 +31,10 @@ _SMALL = 2**15
 
 
 class BucketState(Enum):
-    """Where a bucket is between two averages.
+    """Where a bucket is in an average.
 
     FILLING -- launch --> LAUNCHED -- wait --> LANDED -- unpack --> FILLING
+    FILLING -- keep ----> LAUNCHED -- unpack --> FILLING           on one rank: nothing is sent
     """
 
     FILLING = auto()  # gradients are marked ready, and nothing has been sent
@@ -76,11 +77,12 @@ class Bucket(ABC):
         label: for torch.profiler.
 
     Attributes:
-        state: only `launch`, `keep`, `wait` and `unpack` change it.
+        state: only `launch`, `keep`, `wait`, `unpack` and `reset` change it.
         missing: members that are neither ready nor unused.
         unused: members without a gradient in this pass. They contribute the `.grad` that earlier
             passes left, or zeros.
-        deferred: members whose gradient autograd has stored here without calling the Reducer.
+        deferred: members whose gradient is ready but not counted yet, with their parameters.
+            Autograd stores them here without calling the Reducer.
     """
 
     # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
@@ -142,7 +144,10 @@ class Bucket(ABC):
     @property
     @abstractmethod
     def arrived(self) -> bool:
-        """True if this bucket waits for no other rank. Safe to call from any thread."""
+        """True if the host need not wait for the average, as always for collectives on a GPU.
+
+        Safe to call from any thread.
+        """
 
     @abstractmethod
     def when_landed(self, callback: Callable[[], None]) -> None:

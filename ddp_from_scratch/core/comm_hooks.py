@@ -225,7 +225,9 @@ class CommConfig:
         if self.sums:  # nothing divides
             mean, op = weight, dist.ReduceOp.SUM
         elif op == dist.ReduceOp.SUM:
-            scale *= 1.0 / dist.get_world_size(state)
+            named = getattr(state, "process_group", state)  # a user's hook may have any state
+            known = named is None or isinstance(named, dist.ProcessGroup)
+            scale *= 1.0 / dist.get_world_size(named if known else self.process_group)
         is_plain = self.hook is average and weight == 1
         return Averaging(
             hook=hook,

@@ -1,4 +1,9 @@
-"""Observers, through which every option hooks into a Reducer."""
+"""Observers, through which most options hook into a Reducer.
+
+What is no phase of a step has a place of its own: comm hooks and the group that sends in
+`CommConfig`, sparse gradients in `Layout`, weights in `CoreReducer.set_weight`, and optimizers that
+step during backward in `CoreReducer.step_in_backward`.
+"""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,15 +25,20 @@ class Observer:
       module, with or without gradients.
     - ready: `on_gradient` says that a parameter has its gradient in `.grad`, also under
       `no_sync()`.
-    - launch: `on_launch` is called before a bucket is packed, `on_packed` before the comm hook.
-    - unpack: `on_unpacked` is called when the averages of a bucket are in `.grad`.
-    - averaged: `on_average` is called on every rank; iteration 1 is the first. `takes_part` is
-      False without data inside `join()`, and if `backward()` is about to raise.
+    - launch: `on_launch` is called before a bucket is packed (a `ViewBucket` may have packed large
+      gradients already, and their `.grad` is None), `on_packed` when a bucket has all gradients,
+      before it is sent. A sparse bucket has no `buffer()`.
+    - unpack: `on_unpacked` is called for every bucket. If this rank takes part, its averages are in
+      `.grad`. `iteration` is the number of averages before this one.
+    - averaged: `on_average` is called on every rank; `iteration` counts this average, too.
+      `takes_part` is False without data inside `join()`, and if a `verdict` is an error.
     - between: `on_step` is called before an optimizer steps a parameter, `on_stepped` after it
       unless it has raised, `on_set_step` before the first step of new ranks, `on_abort` when a step
       is dropped, `remove` when the Reducer is removed from its module.
 
-    `on_average` may communicate: every rank calls it. The others must not.
+    `on_average` may communicate: every rank calls it. The others must not. During backward the
+    Reducer holds a lock in `on_begin`, `on_launch`, `on_packed` and `on_launched`, so they must not
+    add or remove observers. A class that overrides `on_packed` makes one rank pack, too.
     """
 
     def attach(self, reducer: Any) -> None:

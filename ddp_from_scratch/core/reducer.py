@@ -1,7 +1,8 @@
 """Averages a module's gradients over ranks while backward still runs.
 
-The file follows one gradient from top to bottom: `grad_hook`, `launch_full_buckets` (pack and
-launch), `end_pass` and `finish` (wait and unpack). Options are observers (`observer.py`).
+The file follows one gradient from top to bottom: `grad_hook`, or from the second average on
+`bucket_hook` once for a bucket; `launch_full_buckets` (pack and launch); `end_pass` and `finish`
+(wait and unpack). Options are observers (`observer.py`).
 """
 
 import sys
@@ -143,6 +144,10 @@ class CoreReducer:
     def remove_observer(self, observer: Observer) -> None:
         """Stops calling this observer."""
         self.observers.remove(observer)
+        if observer is self.usage:
+            self.usage = None
+        if observer is self.order:
+            self.order = None
         self._observers_changed()
 
     def _observers_changed(self) -> None:
@@ -161,11 +166,6 @@ class CoreReducer:
     def allows_unused(self) -> bool:
         """True if a parameter may get no gradient in a pass."""
         return self.usage is not None and self.usage.allows_unused
-
-    @property
-    def keeps_layout(self) -> bool:
-        """True if the buckets keep their first layout."""
-        return self.usage is not None and self.usage.keeps_layout
 
     # Layout -------------------------------------------------------------------------------------
 
@@ -411,10 +411,11 @@ class CoreReducer:
     def _await_weight(self, weight: Callable[[], float]) -> float:
         for on_wait in self.calls.on_wait:
             on_wait(None)
-        factor = weight()
-        for on_waited in self.calls.on_waited:
-            on_waited(None)
-        return factor
+        try:
+            return weight()
+        finally:
+            for on_waited in self.calls.on_waited:
+                on_waited(None)
 
     def await_hook(self) -> None:
         """Waits for the last bucket, if the comm hook allows only one in flight."""
@@ -480,7 +481,7 @@ class CoreReducer:
         takes_part = has_data and error is None
         used = None if self.usage is None else self.usage.agree_used()
         for bucket in self.all_buckets:
-            if profiled or self.calls.on_wait:
+            if profiled or self.calls.on_wait or self.calls.on_waited:
                 self._wait_traced(bucket)
             else:
                 bucket.wait()
@@ -493,7 +494,7 @@ class CoreReducer:
                 self.step_bucket(bucket)
         self.average, self.iteration = Average(), self.iteration + 1
         # Every rank reaches this. A forward pass may be one rank's own, as in an evaluation.
-        if self.ready_order is None and not self.keeps_layout:
+        if self.ready_order is None and (self.usage is None or not self.usage.keeps_layout):
             self._agree_on_order()
         for on_average in self.calls.on_average:
             on_average(self.iteration, takes_part)

@@ -77,7 +77,7 @@ def test_gradients_are_copied_once_alone_or_together_and_never_again(monkeypatch
     p.backward(torch.tensor([2.0, 3.0]))
     assert bucket.packs_early is not bool(small)
     if not small:
-        bucket.pack_one(0, 0.5)
+        bucket.pack_one(0, Averaging(doubled, scale=0.5))
     assert p.grad.tolist() == [2, 3] if small else p.grad is None
     assert small or bucket.buffer().tolist() == [1, 1.5]
     average(bucket, doubled)

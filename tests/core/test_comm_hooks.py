@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.nn.functional import mse_loss
 
-from ddp_from_scratch import Reducer
+from ddp_from_scratch import Reducer, broadcast_parameters
 from ddp_from_scratch.core.bucket import Averaging, FlatBucket
 from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.options.comm_hooks import Later
@@ -193,3 +193,20 @@ def test_torchs_hooks_run_unchanged(world, name, view):
             assert (p.grad - q.grad).abs().max() <= tolerance * p.grad.abs().max()
             assert is_rank_0s(q.grad)
     assert state is None or state.total_numel_before_compression > 0
+
+
+@on("gloo-2")
+def test_a_hook_that_wants_divided_gradients_may_have_any_state(world):
+    def hook(state, bucket):
+        state["calls"] += 1
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+    hook.prescaled = hook.one_collective = True
+    model, state = nn.Linear(2, 1, bias=False), {"calls": 0}
+    broadcast_parameters(model)
+    reducer = Reducer(model)
+    reducer.register_comm_hook(state, hook)
+    model(torch.full((1, 2), float(world.rank))).sum().backward()
+    assert model.weight.grad.tolist() == [[0.5, 0.5]]
+    assert state == {"calls": 1}
+    reducer.remove()

@@ -1,9 +1,11 @@
 """Observers of a program's own: when they are called, and that others cost nothing."""
 
 import pytest
+import torch
 
-from ddp_from_scratch import Reducer
-from ddp_from_scratch.core.observer import Check, Observer
+from ddp_from_scratch import Reducer, broadcast_parameters
+from ddp_from_scratch.core.observer import Check, Observer, Tracer
+from ddp_from_scratch.options.unused import Unused
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, own
 
@@ -97,3 +99,33 @@ def test_of_several_checks_all_are_asked_and_one_error_counts(world, early, late
     with pytest.raises(RuntimeError, match=f"^{raised}$"):
         step(model, world)
     assert asked == ["a early", "b early", "a late", "b late"]
+
+
+@on("gloo-2")
+def test_a_tracer_may_only_look_at_the_ends_of_waits(world):
+    class Ends(Tracer):
+        ends = 0
+
+        def on_waited(self, bucket):
+            self.ends += bucket is not None
+
+    model, ends = torch.nn.Linear(2, 2), Ends()
+    broadcast_parameters(model)
+    reducer = Reducer(model, observers=[ends])
+    model(torch.ones(1, 2)).sum().backward()
+    assert ends.ends == len(reducer.buckets) == 1
+    reducer.remove()
+
+
+@on("gloo-2")
+def test_a_policy_that_is_removed_is_not_asked(world):
+    model = torch.nn.Linear(2, 2)
+    broadcast_parameters(model)
+    reducer = Reducer(model, find_unused_parameters=True)
+    reducer.remove_observer(reducer.core.observer(Unused))
+    assert reducer.core.usage is None
+    model(torch.ones(1, 2)).sum().backward()
+    model.bias.sum().backward()
+    with pytest.raises(RuntimeError, match="no gradient in the last backward pass"):
+        model(torch.ones(1, 2))
+    reducer.remove()
