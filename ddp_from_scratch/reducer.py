@@ -22,7 +22,6 @@ from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.options.checks import (
     Checks,
     ModuleSnapshot,
-    check_supported,
     sync_batch_norms,
 )
 from ddp_from_scratch.options.finite import FiniteCheck
@@ -148,7 +147,7 @@ class Reducer:
         on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
         if fuse_wgrad and not on_cpu:
             raise ValueError("fuse_wgrad needs all parameters on a CPU: leave it out")
-        check_supported(snapshot.parameters)
+        snapshot.check_supported()
         if reduce not in ("mean", "sum"):
             raise ValueError(f'reduce must be "mean" or "sum", got {reduce!r}')
         sums = reduce == "sum"

@@ -279,9 +279,15 @@ class ModuleSnapshot:
         self.parameters: dict[str, torch.nn.Parameter] = self._parameters_of(module)
         everyone = self.parameters.values()
         self._first_names = {id(p): name for name, p in self.parameters.items()}
-        self._trained, self._traits = [*map(_requires_grad, everyone)], [*map(_traits, everyone)]
+        self._trained = [*map(_requires_grad, everyone)]
         self._trains = self._trained  # as of the last comparison
         self.look_at(module)
+
+    def check_supported(self) -> None:
+        """Raises as the function `check_supported`; else records dtypes and devices."""
+        check_supported(self.parameters)
+        # Only now: up to torch 2.11 a tensor that is not a leaf has no `grad_dtype`.
+        self._traits = [*map(_traits, self.parameters.values())]
 
     def look_at(self, module: torch.nn.Module) -> None:
         """Records which parameters and modules each submodule owns."""
