@@ -193,6 +193,11 @@ class CommConfig:
         ours = self.process_group or dist.group.WORLD
         return is_ours(self.hook) and (named or dist.group.WORLD) is ours
 
+    def averages_over_one_rank(self) -> bool:
+        """True if each gradient is its own average: one rank, and no comm hook of the program's."""
+        group = self.state or dist.group.WORLD
+        return self.hook is average and group is not None and dist.get_world_size(group) == 1
+
     def plan(self, average: Average) -> Averaging:
         """Plans an average, before its first gradient is packed; waits for all ranks' weights."""
         own: Any = self.process_group or dist.group.WORLD
@@ -228,7 +233,6 @@ class CommConfig:
             named = getattr(state, "process_group", state)  # a user's hook may have any state
             known = named is None or isinstance(named, dist.ProcessGroup)
             scale *= 1.0 / dist.get_world_size(named if known else self.process_group)
-        is_plain = self.hook is average and weight == 1
         return Averaging(
             hook=hook,
             state=state,
@@ -237,5 +241,5 @@ class CommConfig:
             scale=scale,
             mean=mean,
             sends_zeros=weight == 0,
-            keeps_gradients=is_plain and dist.get_world_size(self.state) == 1,
+            keeps_gradients=weight == 1 and self.averages_over_one_rank(),
         )

@@ -311,8 +311,6 @@ class CoreReducer:
         if dynamo and (dynamo.in_compiled_autograd_region or dynamo.compiled_autograd_enabled):
             raise compiled_autograd()
         self.backward = BackwardPass(current_pass(), threading.get_ident())
-        if not self.average.next_bucket:
-            self.average.plan = None  # of a pass that failed; the group may be another one now
         notices_errors = self.order is not None or any(map(_packs_early, self.view_buckets))
         at_end = EndOfPass(self) if notices_errors else self.end_pass
         torch.autograd.Variable._execution_engine.queue_callback(at_end)

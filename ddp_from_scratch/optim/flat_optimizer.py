@@ -16,11 +16,9 @@ from itertools import chain, pairwise
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
-from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
 from ddp_from_scratch.optim.shard_policy import Unsharded
 from ddp_from_scratch.optim.shards import SHARDS
@@ -65,7 +63,8 @@ class FlatOptimizer(torch.optim.Optimizer):
        cannot move, such as 16-bit floats on a CPU (`unflattened.py`).
 
     One rank has nothing to average, so without a comm hook nothing moves: phase 3 steps everything,
-    whatever `shard` is. If there are more ranks later, the next step moves parameters and state.
+    whatever `shard` is. If more ranks join, the next step moves parameters and state; with `shard`
+    it raises, since shards belong to the process group in which they were made.
 
     A view of a parameter that was made before it moved does not follow it. A copy of the optimizer
     (deep or pickled) has no Reducer, and moves nothing.
@@ -130,7 +129,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
         # True if the step under way averages over one rank, so over none.
-        self._is_one_rank = self._averages_over_one_rank()
+        self._is_one_rank = reducer.core.comm.averages_over_one_rank()
         if not self._is_one_rank:
             reducer.keep_bucket_views()
         self.shard: str = shard
@@ -327,9 +326,11 @@ class FlatOptimizer(torch.optim.Optimizer):
     def _arrange(self, max_norm: float | None = None) -> None:
         """Moves parameters into flat tensors if buckets or groups have changed. Idempotent."""
         self._shards.begin_step(max_norm)
-        was_one_rank, self._is_one_rank = self._is_one_rank, self._averages_over_one_rank()
-        if self._reducer is not None and was_one_rank and not self._is_one_rank:
-            self._reducer.keep_bucket_views()
+        if self._reducer is not None:
+            was_one_rank = self._is_one_rank
+            self._is_one_rank = self._reducer.core.comm.averages_over_one_rank()
+            if was_one_rank and not self._is_one_rank:
+                self._reducer.keep_bucket_views()
         buckets = () if self._is_one_rank else self._buckets
         groups = [[*map(id, group["params"])] for group in self.param_groups]
         if (buckets, groups) == self._arranged_for:
@@ -361,14 +362,6 @@ class FlatOptimizer(torch.optim.Optimizer):
                     segment, index = moved[parameter]
                     segment.gather([index], self.state, self.param_groups[segment.group])
         self._arranged_for = (buckets, groups)
-
-    def _averages_over_one_rank(self) -> bool:
-        """True if the gradients of one rank are their own averages: also in a copy."""
-        if self._reducer is None:
-            return True
-        group = self._reducer.core.process_group or dist.group.WORLD
-        is_one = group is not None and group.size() == 1
-        return is_one and self._reducer.core.comm.hook is average
 
     def _movable(self, bucket: FlatBucket) -> list[torch.nn.Parameter]:
         groups = zip(self._groups_that_move(bucket), bucket.parameters(), strict=True)

@@ -13,6 +13,7 @@ r"""Which part of a step each rank does: all of it, or a share whose results all
   reduce-scattered, each rank steps its share, and the parameters are all-gathered.
 """
 
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -66,6 +67,8 @@ class Shards(ShardPolicy):
     def __init__(self, name: str, reducer: Reducer, rule: UpdateRule, overlap: bool) -> None:
         super().__init__(name, reducer, rule, overlap)
         self._reducer: Reducer
+        # Weak, as a strong reference would keep a closed group's threads alive.
+        self._made_in = weakref.ref(reducer.process_group or dist.group.WORLD)
         self._checked = False
         # By the first group and the number of groups: their settings, and these as a text.
         self._texts: dict[tuple[int, int], tuple[list[Any], str]] = {}
@@ -95,6 +98,14 @@ class Shards(ShardPolicy):
 
     def _ours(self) -> set[int]:
         return {id(parameter) for bucket in self._buckets for parameter in bucket.parameters()}
+
+    def begin_step(self, max_norm: float | None) -> None:
+        if (self._reducer.process_group or dist.group.WORLD) is not self._made_in():
+            raise RuntimeError(
+                f"{self._name} divides steps among the ranks of the process group in which it was "
+                f"made, and the Reducer averages in another one now: make a new optimizer"
+            )
+        super().begin_step(max_norm)
 
     def before_arranging(self) -> None:
         if not self._checked:

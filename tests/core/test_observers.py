@@ -118,6 +118,28 @@ def test_a_tracer_may_only_look_at_the_ends_of_waits(world):
 
 
 @on("gloo-2")
+def test_a_tracer_is_told_of_the_end_of_a_wait_that_fails(world):
+    class Waits(Tracer):
+        def __init__(self):
+            self.called = []
+
+        def on_wait(self, bucket):
+            self.called.append(("begin", bucket))
+
+        def on_waited(self, bucket):
+            self.called.append(("end", bucket))
+
+    model, waits = torch.nn.Linear(2, 2), Waits()
+    broadcast_parameters(model)
+    reducer = Reducer(model, observers=[waits])
+    reducer.weight(0)  # on all ranks
+    with pytest.raises(ValueError, match="the weights of all ranks are 0"):
+        model(torch.ones(1, 2)).sum().backward()
+    assert waits.called == [("begin", None), ("end", None)]
+    reducer.remove()
+
+
+@on("gloo-2")
 def test_a_policy_that_is_removed_is_not_asked(world):
     model = torch.nn.Linear(2, 2)
     broadcast_parameters(model)

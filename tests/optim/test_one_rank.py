@@ -194,16 +194,20 @@ def test_a_frozen_parameter_and_one_without_a_gradient_keep_their_state(alone, k
     torch.testing.assert_close(optimizer.state_dict()["state"], its.state_dict()["state"])
 
 
-def grown(world, kind, folder):
+def grown(world, kind, folder, shard="none"):
     """Trains alone, and then with another rank in a new default group."""
     dist.destroy_process_group()
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    model, _, optimizer = made(kind)
+    model, _, optimizer = made(kind, shard)
     train(model, optimizer, range(3))
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", rank=world.rank, world_size=2, store=store)
     places = [parameter.data_ptr() for parameter in model.parameters()]
+    if shard != "none":
+        with pytest.raises(RuntimeError, match="the Reducer averages in another one now"):
+            train(model, optimizer, range(3, 6))
+        return
     train(model, optimizer, range(3, 6))
     moved = places != [parameter.data_ptr() for parameter in model.parameters()]
     reference, its = torchs(kind)
@@ -215,3 +219,9 @@ def grown(world, kind, folder):
 @each_kind
 def test_parameters_and_state_move_when_there_are_two_ranks(ranks, kind, tmp_path):
     assert ranks("gloo", 2, fresh=True)(grown, kind, tmp_path) == [(True, True)] * 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("shard", ["node", "world"])
+def test_shards_belong_to_their_group(ranks, shard, tmp_path):
+    ranks("gloo", 2, fresh=True)(grown, "SGD", tmp_path, shard)
