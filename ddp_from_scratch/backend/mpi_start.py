@@ -116,6 +116,7 @@ def ending(who: str, timeout: timedelta, late: Callable[[], str]) -> Iterator[No
         yield
     finally:
         timer.cancel()
+        timer.join()  # whoever counts threads after the block finds none of ours
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int | None:

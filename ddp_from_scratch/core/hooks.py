@@ -88,7 +88,7 @@ class Hooks:
                 # Not a parameter with a hook of the program's, which may clear the gradient.
                 others = filter(self._has_foreign, bucket.members)
                 last, deferred = bucket.members[-1], {*bucket.members[:-1]} - {first, *others}
-                if last == first or (isinstance(bucket, ViewBucket) and bucket.packs_early):
+                if isinstance(bucket, ViewBucket) and bucket.packs_early:
                     continue
                 hooks |= {index: partial(setitem, bucket.deferred, index) for index in deferred}
                 hooks[last] = partial(reducer.bucket_hook, self._reducer, last)
