@@ -1,5 +1,6 @@
 """What an installed package offers: extras, a script, a backend; every program runs as a path."""
 
+import ast
 import os
 import re
 import runpy
@@ -121,6 +122,17 @@ def test_the_version_is_the_same_everywhere():
     assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     newest = (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2]
     assert re.match(rf"{version}, (unreleased|\d{{4}}-\d\d-\d\d)\n", newest)
+
+
+def test_the_workflow_runs_every_session_of_nox():
+    sessions = (ROOT / "noxfile.py").read_text()
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    versions = ast.literal_eval(re.search(r"^TORCH = (.*)$", sessions, re.MULTILINE)[1])
+    pythons = ast.literal_eval(re.search(r"python=(\[.*\])", sessions)[1])
+    names = [*(f"tests(torch='{v}')" for v in versions), *(f"newest-{p}" for p in pythons)]
+    assert re.findall(r"^ {10}- (\S+)$", workflow, re.MULTILINE) == names
+    (other,) = re.findall(r"SESSIONS=(\w+)", workflow)
+    assert f"def {other}(" in sessions
 
 
 def test_the_packages_page_shows_the_readmes_example_and_links_nowhere_relative():
