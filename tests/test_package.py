@@ -54,6 +54,7 @@ def test_the_digits_need_neither_torchvision_nor_matplotlib(tmp_path):
     assert "timeline.html\nno picture: that takes matplotlib" in done.stdout
 
 
+@pytest.mark.program
 def test_the_launcher_starts_without_torch(tmp_path):
     """The script is the program, and answers at once."""
     module, _, function = PROJECT["project"]["scripts"]["ddp-run"].partition(":")
@@ -74,6 +75,7 @@ NEED_NO_TORCH = ["ddp_from_scratch", "run", "tutorial", "tutorial.samples"]
 NEED_NO_TORCH += ["benchmarks.start_time"]
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("module", NEED_NO_TORCH)
 def test_help_needs_no_torch(module, tmp_path):
     done = python("-c", WITHOUT_TORCH, module, "--help", folder=tmp_path)
