@@ -269,7 +269,7 @@ class Unused(Usage):
         self._forwards.clear()  # graphs that are still alive do not enter
 
 
-def _enter(unused: "weakref.ref[Unused]", forward: _ForwardGraph, gradients: Any) -> None:
+def _enter(unused: "weakref.ref[Unused]", forward: _ForwardGraph, _gradients: Any) -> None:
     if (found := unused()) is not None:
         found.on_enter(forward)
 
