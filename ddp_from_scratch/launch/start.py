@@ -20,8 +20,9 @@ from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import ancestors, environment
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.debugging import same_terminal_afterwards, variables
-from ddp_from_scratch.launch.elastic_agent import ElasticAgent, FileStore, JobStore, NodeAgent
+from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
+from ddp_from_scratch.launch.job_store import FileStore, JobStore
 from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
 from ddp_from_scratch.launch.output import Output
 from ddp_from_scratch.launch.rank_process import die_with, run_to_exit, say

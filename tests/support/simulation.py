@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.launch import agent, elastic_agent, fork_server, nodes, rendezvous
-from ddp_from_scratch.launch.elastic_agent import ElasticAgent, JobStore, NodeAgent
+from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER
+from ddp_from_scratch.launch.job_store import JobStore
 from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
 from ddp_from_scratch.world import elastic
 from ddp_from_scratch.world.elastic import ElasticRun
