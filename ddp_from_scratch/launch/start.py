@@ -25,6 +25,7 @@ from ddp_from_scratch.launch.fork_server import OPTIMIZERS
 from ddp_from_scratch.launch.job_store import FileStore, JobStore
 from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
 from ddp_from_scratch.launch.output import Output
+from ddp_from_scratch.launch.policy import Elastic
 from ddp_from_scratch.launch.rank_process import die_with, run_to_exit, say
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def start_ranks(
             preload,
             peers=peers,
             counts=counts,
-            max_restarts=max_restarts,
+            policy=Elastic(max_restarts),
             store=JobStore(store),
             output=output,
         ).run()

@@ -30,6 +30,7 @@ from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER
 from ddp_from_scratch.launch.job_store import JobStore
 from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
+from ddp_from_scratch.launch.policy import Elastic
 from ddp_from_scratch.world import elastic
 from ddp_from_scratch.world.elastic import ElasticRun
 from tests.support.simulated import (
@@ -165,7 +166,11 @@ class Simulation:
             link: Any = Link(store, number, job, TIMEOUT_S)
             return NodeAgent(*arguments, (), peers=link).run()
         others = MachineRegistry(store, job, TIMEOUT_S) if len(self.counts) > 1 else None
-        mine: Any = {"counts": self.counts, "max_restarts": MAX_RESTARTS, "store": JobStore(store)}
+        mine: Any = {
+            "counts": self.counts,
+            "policy": Elastic(MAX_RESTARTS),
+            "store": JobStore(store),
+        }
         return ElasticAgent(*arguments, range(sum(self.counts)), peers=others, **mine).run()
 
     def _rank(self, process: Process) -> int:
