@@ -29,10 +29,10 @@ from ddp_from_scratch.launch.nodes import Link, MachineRegistry
 from ddp_from_scratch.launch.output import OUTPUT, Output
 from ddp_from_scratch.launch.policy import (
     STOPS,
-    Elastic,
     FailTogether,
     JobState,
     Loss,
+    Policy,
     Verdict,
     ended,
     stopped,
@@ -62,7 +62,7 @@ class Agent:
     members: Iterable[int]
     preload: Sequence[str] = ()
     peers: MachineRegistry | Link | None = None
-    policy: FailTogether | Elastic = field(default_factory=FailTogether)
+    policy: Policy = field(default_factory=FailTogether)
     # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
     ladder: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)
     set_up: Callable[[], object] | None = None  # runs in a child that is not forked

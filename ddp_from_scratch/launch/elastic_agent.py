@@ -8,8 +8,9 @@ from typing import Any
 
 from ddp_from_scratch.launch.agent import Agent, Child
 from ddp_from_scratch.launch.job_store import Generation, JobStore, Member
-from ddp_from_scratch.launch.nodes import EXCHANGE_S, LOST_S, Link, MachineRegistry
+from ddp_from_scratch.launch.nodes import EXCHANGE_S, Link, MachineRegistry
 from ddp_from_scratch.launch.policy import (
+    LOST_S,
     Elastic,
     JobState,
     Loss,

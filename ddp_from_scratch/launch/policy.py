@@ -4,13 +4,15 @@ FailTogether    the first failure ends the job on all machines
 Elastic         the other ranks continue, and a new process replaces a lost one
 """
 
+import math
 import signal
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from ddp_from_scratch.launch.job_store import NO_STATE, Member
 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+LOST_S = 5.0  # an elastic job continues without a machine that is silent for so long
 _USAGE = 2  # the exit code of a UsageError
 
 
@@ -63,18 +65,44 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class FailTogether:
-    """The first failure ends the job on all machines."""
+    """The first failure, of a rank or a machine, ends the job on all machines."""
+
+    elastic: ClassVar[bool] = False
+    last_word_s: ClassVar[float] = 2.0  # for the other machines to hear of the end
+    restart_s: ClassVar[float] = 0.0  # how long a machine's second agent waits for a place
 
     def verdict(self, loss: Loss, job: JobState) -> Verdict:
         """Returns what to do after `loss`."""
         return _while_stopping(loss, job) if job.stopped_by else _failed(loss, job)
 
+    def patience(self, has_come: bool, has_ended: bool, timeout: float) -> float:
+        """Returns for how many seconds a machine may be silent.
+
+        Ranks that wait for one that has not come have a timeout of their own.
+        """
+        return timeout if has_come and not has_ended else math.inf
+
+    def machine_lost(self, machine: int, silence: float) -> Verdict:
+        """Returns what to do about a machine that has been silent for too long."""
+        return Verdict(1, reason=no_answer(machine, silence))
+
+    def machine_failed(self, machine: int, why: str) -> Verdict:
+        """Returns what to do about a machine whose agent ends, or may not join."""
+        return Verdict(1, reason=f"machine {machine}: {why}")
+
 
 @dataclass(frozen=True)
 class Elastic:
-    """The other ranks continue; up to `max_restarts` failed ones are replaced."""
+    """The other ranks continue; up to `max_restarts` failed ones are replaced.
+
+    A lost machine is lost with its ranks, and gets new ones when it is reachable again.
+    """
 
     max_restarts: int
+
+    elastic: ClassVar[bool] = True
+    last_word_s: ClassVar[float] = LOST_S
+    restart_s: ClassVar[float] = LOST_S + 1  # until the first agent is lost
 
     def verdict(self, loss: Loss, job: JobState) -> Verdict:
         """Returns what to do after `loss`."""
@@ -92,6 +120,19 @@ class Elastic:
             how = f"{how_it_ended(loss.code)} before it had joined"
             return Verdict(text=f"{loss.name} {how}; no other is started in its place")
         return self._end(loss, job, again) or self._continue(loss, job)
+
+    def patience(self, has_come: bool, has_ended: bool, timeout: float) -> float:
+        """Returns for how many seconds a machine may be silent."""
+        return LOST_S if has_come else timeout
+
+    def machine_lost(self, machine: int, silence: float) -> Verdict:
+        """Returns what to do about a machine that has been silent for too long."""
+        told = f"machine {machine} has not answered for {silence:.0f} s: its ranks are lost"
+        return Verdict(text=told)
+
+    def machine_failed(self, machine: int, why: str) -> Verdict:
+        """Returns what to do about a machine whose agent ends, or may not join."""
+        return Verdict()  # it is lost once it is silent, and may come again
 
     def _end(self, loss: Loss, job: JobState, again: bool) -> Verdict | None:
         """Returns the verdict if the others cannot continue."""
@@ -119,6 +160,9 @@ class Elastic:
         return Verdict(text=told, counts=True, replace=True)
 
 
+Policy: TypeAlias = FailTogether | Elastic
+
+
 def stopped(number: int) -> Verdict:
     """Ends the job after its ranks were asked to stop by signal `number`."""
     return Verdict(128 + number, reason=f"stopped by {signal.Signals(number).name}")
@@ -135,6 +179,11 @@ def server_ended(code: int) -> Verdict:
     who = "the fork server, from which all ranks here were started,"
     how = f"{who} {how_it_ended(code)}"
     return Verdict(exit_code(code), how if code < 0 else "", how)
+
+
+def no_answer(machine: int, silence: float) -> str:
+    """Returns the message of a job that has lost a machine."""
+    return f"lost the other ranks: machine {machine} has not answered for {silence:.0f} s"
 
 
 def how_it_ended(code: int) -> str:
