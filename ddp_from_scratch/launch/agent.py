@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TypeAlias
@@ -27,9 +27,18 @@ from ddp_from_scratch.launch.debugging import has_stdin
 from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
 from ddp_from_scratch.launch.nodes import Link, MachineRegistry
 from ddp_from_scratch.launch.output import OUTPUT, Output
+from ddp_from_scratch.launch.policy import (
+    STOPS,
+    FailTogether,
+    JobState,
+    Loss,
+    Policy,
+    Verdict,
+    ended,
+    stopped,
+)
 from ddp_from_scratch.launch.rank_process import say
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDS = (signal.SIGQUIT, signal.SIGUSR2)
 _STOPPED_S = 5.0  # a rank of an elastic job counts as lost after SIGSTOP for this long
 _GRACE_S = 5.0  # between SIGTERM and SIGKILL
@@ -39,11 +48,13 @@ Child: TypeAlias = subprocess.Popen[bytes] | RemoteRank  # a rank, or mpirun
 
 @dataclass(eq=False)
 class Agent:
-    """The ranks of this machine, which end together.
+    """Runs the ranks of this machine.
 
     1. Start: one rank for each number in `members`, with signal handlers already installed.
-    2. Watch: until all ranks exit with 0, one fails, or a signal arrives.
+    2. Watch: until all ranks exit with 0, a loss or a signal ends the job.
     3. End: stop the ranks that still run.
+
+    `policy` decides what follows when a rank is lost.
     """
 
     command: Sequence[str]
@@ -51,6 +62,7 @@ class Agent:
     members: Iterable[int]
     preload: Sequence[str] = ()
     peers: MachineRegistry | Link | None = None
+    policy: Policy = field(default_factory=FailTogether)
     # Sent at the first stop signal, the second, and so on. SIGINT would print a traceback.
     ladder: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGKILL)
     set_up: Callable[[], object] | None = None  # runs in a child that is not forked
@@ -63,6 +75,7 @@ class Agent:
     def __post_init__(self) -> None:
         self._server: ForkServer | None = None
         self._children: dict[int, Child] = {}
+        self._living: set[int] = set()  # those that have not ended, as far as is known
         # Handlers only append and `_pass_on` reads, because a signal may arrive between two starts.
         self._received: list[int] = []
         self._passed_on = 0
@@ -95,19 +108,22 @@ class Agent:
         return code
 
     def _start(self, member: int) -> None:
+        self._living.add(member)
+        self._children[member] = self._launch(member)
+
+    def _launch(self, member: int) -> Child:
         # This process may be a rank of another job itself.
         environ = environment_without_rank() | self.environment(member)
         path = None if self.output is None else self.output.open(member)
         if self._server is not None:
             environ |= {} if path is None else {OUTPUT: path}
-            self._children[member] = self._server.start(self.command, environ)
-            return
+            return self._server.start(self.command, environ)
         with ExitStack() as files:
             pipes: list[BinaryIO | None] = [None, None]
             if path is not None:
                 pipes = [files.enter_context(open(f"{path}{n}", "wb", 0)) for n in (1, 2)]
                 environ.setdefault("PYTHONUNBUFFERED", "1")  # a killed rank has no time to flush
-            self._children[member] = subprocess.Popen(
+            return subprocess.Popen(
                 self.command,
                 env=environ,
                 stdin=None if has_stdin(environ) else subprocess.DEVNULL,
@@ -132,21 +148,55 @@ class Agent:
             self._passed_on += 1
 
     def _look(self) -> int | None:
-        """Returns the exit code once all children exit with 0, one fails, or a signal ends them."""
+        """Returns the exit code once the job is over on this machine."""
+        self._note_pause()
         self._pass_on()
+        self._exchange()
         if self._ended_by:
-            return self._ended()
-        codes = {member: child.poll() for member, child in self._children.items()}
-        if all(code == 0 for code in codes.values()):
-            if self.peers is None or self.peers.may_leave() or self._received:
+            return self._carry_out(ended(self._ended_by))
+        for member, code in self._poll().items():
+            if code is None:
+                continue
+            self._living.discard(member)
+            if (end := self._carry_out(self._judge(member, code))) is not None:
+                return end
+        return self._go_on()
+
+    def _exchange(self) -> None:
+        """On machine 0: exchanges messages with the others, and takes the signals they received."""
+        if isinstance(self.peers, MachineRegistry):
+            self.peers.exchange()
+            while self.peers.signals:
+                self._remember(self.peers.signals.pop(0))
+
+    def _poll(self) -> dict[int, int | None]:
+        return {member: self._children[member].poll() for member in sorted(self._living)}
+
+    def _judge(self, member: int, code: int) -> Verdict:
+        """Returns what follows from the end of a process."""
+        if code == 0:
+            return Verdict()
+        stop = self._received[0] if self._received else 0
+        job = JobState(len(self._living), stop, self._server_code())
+        return self.policy.verdict(Loss(self.name.format(member), code), job)
+
+    def _carry_out(self, verdict: Verdict) -> int | None:
+        """Prints the verdict and tells it the other machines; returns the exit code at the end."""
+        if verdict.stopped_by and not self._received:
+            self._received.append(verdict.stopped_by)
+        if verdict.text:
+            say(verdict.text)
+        if verdict.reason and self.peers is not None:
+            self.peers.tell_failure(verdict.reason)
+        return verdict.exit_code
+
+    def _go_on(self) -> int | None:
+        """Returns the exit code once all ranks have ended, or another machine ends the job."""
+        if not self._living:
+            if any(child.poll() for child in self._children.values()):
+                return self._carry_out(stopped(self._received[0]))
+            if self.peers is None or self._received or self.peers.may_leave():
                 return 0
-        elif self._received:
-            # Ranks that were asked to stop exit one after another with the signal's code. If one
-            # was killed instead, the others wait for a rank that is gone.
-            if None not in codes.values() or any(code and code < 0 for code in codes.values()):
-                return self._stopped()
-        elif failed := [(member, code) for member, code in codes.items() if code]:
-            return self._failed(*failed[0])
         if self.peers is None or (reason := self.peers.failure()) is None:
             return None
         # A rank that agreed with its peers to stop has their exit code, and a peer says why.
@@ -156,30 +206,6 @@ class Agent:
                 return known
         say(f"stopped: {reason}")
         return 1
-
-    def _stopped(self) -> int:
-        number = self._received[0]
-        return self._tell_peers(f"stopped by {signal.Signals(number).name}", 128 + number)
-
-    def _ended(self) -> int:
-        name = signal.Signals(self._ended_by).name
-        say(f"ending all ranks ({name})")
-        return self._tell_peers(f"ended by {name}", 128 + self._ended_by)
-
-    def _failed(self, member: int, code: int) -> int:
-        name, others = self.name.format(member), "; all other ranks were stopped"
-        if (of_server := self._server_code()) is not None:
-            name, others = "the fork server, from which all ranks here were started,", ""
-            code = of_server
-        if code < 0:
-            say(f"{name} {how_it_ended(code)}{others}")
-        return self._tell_peers(f"{name} {how_it_ended(code)}", exit_code(code))
-
-    def _tell_peers(self, reason: str, code: int) -> int:
-        """Tells the other machines why this one ends; returns the exit code."""
-        if self.peers is not None:
-            self.peers.tell_failure(reason)
-        return code
 
     def _server_code(self) -> int | None:
         """Returns the fork server's exit code; None until a poll has found that it has ended."""
@@ -238,15 +264,3 @@ def _is_stopped(child: Child) -> bool:
     except OSError:
         return False
     return text.rpartition(")")[2].split()[0] == "T"
-
-
-def how_it_ended(code: int) -> str:
-    """Describes an exit code of `subprocess` in words."""
-    if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
-
-
-def exit_code(code: int) -> int:
-    """Converts an exit code of `subprocess` to a shell's."""
-    return 128 - code if code < 0 else code

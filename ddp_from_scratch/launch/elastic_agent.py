@@ -1,93 +1,28 @@
-"""The agents of an elastic job, which continues without lost ranks (docs/how-to/elastic.md).
+"""The agents of an elastic job, on machine 0 and on the others; `job_store.py` has its messages."""
 
-Each process has a number that the job never reuses. The processes that train together form a
-*generation*. Only this agent announces generations: it knows which processes are alive, so a job
-cannot split into two halves that both continue.
-
-    agent        announces generation g with its members
-    process      writes its step and that it has joined g
-    agent        adds to the announcement that a member has joined, and the steps when all have
-    process      opens the group; asks for the next generation when it has lost a peer, or to join
-
-A process reads only the announcement; the agent alone reads every report.
-"""
-
-import json
 import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from ddp_from_scratch.launch.agent import STOPS, Agent, exit_code, how_it_ended
-from ddp_from_scratch.launch.nodes import EXCHANGE_S, LOST_S, Link, MachineRegistry
+from ddp_from_scratch.launch.agent import Agent, Child
+from ddp_from_scratch.launch.job_store import Generation, JobStore, Member
+from ddp_from_scratch.launch.nodes import EXCHANGE_S, Link, MachineRegistry
+from ddp_from_scratch.launch.policy import (
+    LOST_S,
+    Elastic,
+    JobState,
+    Loss,
+    Verdict,
+    ended,
+    server_ended,
+    stopped,
+)
 from ddp_from_scratch.launch.rank_process import say
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 _MEETING_S = 0.005  # between two looks while processes wait for each other
 _SETTLED_S = 0.25
-_USAGE = 2  # the exit code of a UsageError
-NO_STATE = -1  # the step of a process that has no training state yet
-
-
-class Generation(NamedTuple):
-    """The processes that train together; number 0 is before the first."""
-
-    number: int = 0
-    members: Sequence[int] = ()
-    machines: Sequence[int] = ()  # of each member
-    started: bool = False  # a member with state has joined: the generation before is over
-    steps: Sequence[int] = ()  # of each member as it joined; empty until all have
-
-
-class Member(NamedTuple):
-    """What a process reports to the agent."""
-
-    wants: int = 0  # the process wants this generation or a later one
-    joined: int = 0  # the last generation that the process has joined
-    step: int = NO_STATE  # number of finished steps as it joined
-    max_world_size: int = 0  # how many ranks can use its state; 0 while it has none to share
-    failure: Any = None  # [step, text] of the exception that ended the process
-
-
-class JobStore:
-    """The messages between the agent and its processes, in a store that all of them reach."""
-
-    def __init__(self, store: "FileStore | dist.Store") -> None:
-        self._store = store
-
-    @property
-    def generation(self) -> Generation:
-        return Generation(*json.loads(self._store.get("generation")))
-
-    def announce(self, generation: Generation) -> None:
-        self._store.set("generation", json.dumps(generation))
-
-    def member(self, number: int) -> Member:
-        return Member(*json.loads(self._store.get(f"member {number}")))
-
-    def say(self, number: int, member: Member) -> None:
-        """Writes the report of process `number`. The agent writes an empty one before the start."""
-        self._store.set(f"member {number}", json.dumps(member))
-        self._store.get(f"member {number}")  # the reply confirms the arrival: it may exit
-
-
-class FileStore:
-    """A folder as a store: the agent of a single machine does not import torch."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def set(self, key: str, value: str) -> None:
-        part = self._folder / f"{key}.part"
-        part.write_text(value)
-        part.replace(self._folder / key)  # atomic
-
-    def get(self, key: str) -> bytes:
-        return (self._folder / key).read_bytes()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -95,8 +30,8 @@ class ElasticAgent(Agent):
     """Machine 0's agent of an elastic job; `counts` are the ranks of each machine at the start."""
 
     peers: MachineRegistry | None = None
+    policy: Elastic
     counts: Sequence[int]
-    max_restarts: int
     store: JobStore
     name: str = "process {}"
 
@@ -110,41 +45,56 @@ class ElasticAgent(Agent):
         self._last_failure: Any = None  # see `Member.failure`
         self._announce(self._living)
 
-    def _start(self, member: int) -> None:
+    def _launch(self, member: int) -> Child:
         self.store.say(member, Member())
         machine = self._machines[member]
         if self.peers is not None and machine:
-            self._children[member] = self.peers.start(machine, member)
-        else:
-            super()._start(member)
+            return self.peers.start(machine, member)
+        return super()._launch(member)
 
     def _start_another(self, machine: int) -> None:
         member = len(self._machines)
         self._machines.append(machine)
-        self._living.add(member)
         self._start(member)
 
-    def _look(self) -> int | None:
-        """Returns the exit code once all running processes have exited with 0 or the job ends."""
-        self._note_pause()
-        self._pass_on()
-        self._exchange()
-        if self._ended_by:
-            return self._ended()
-        codes = {member: self._children[member].poll() for member in sorted(self._living)}
+    def _poll(self) -> dict[int, int | None]:
+        codes = super()._poll()
         # Read after the exit codes, so that the report of an exited process is complete.
         self._said = {member: self.store.member(member) for member in codes}
-        for member, code in codes.items():
-            if code is None:
-                continue
-            self._living.discard(member)
-            self._ended_well |= code == 0 and self._said[member].max_world_size > 0
-            ends = self._lose(member, code) if code else None
-            if ends is not None:
-                return ends
+        return codes
+
+    def _judge(self, member: int, code: int) -> Verdict:
+        said = self._said[member]
+        if code == 0:
+            self._ended_well |= said.max_world_size > 0
+            return Verdict()
+        members, machine = {*self._generation.members}, self._machines[member]
+        is_lost = self.peers is not None and member in self.peers.lost
+        loss = Loss(
+            self.name.format(member), code, member in members, said, machine if is_lost else None
+        )
+        job = JobState(
+            running=len(self._living),
+            stopped_by=self._received[0] if self._received else 0,
+            server_code=self._server_code(),
+            remaining=len(self._living & members),
+            has_state=bool(self._with_state()),
+            ended_well=self._ended_well,
+            failures=self._failures,
+            last_failure=self._last_failure,
+        )
+        verdict = self.policy.verdict(loss, job)
+        if verdict.counts:
+            self._failures, self._last_failure = self._failures + 1, loss.failure
+        if verdict.replace:
+            self._start_another(machine)
+        return verdict
+
+    def _go_on(self) -> int | None:
+        """Leads the processes to the next generation; returns the exit code at the job's end."""
         if not self._living or (self._ended_well and not self._with_state()):
             # A process that has not joined yet has no state to continue with.
-            return self._stopped() if self._received else 0
+            return self._carry_out(stopped(self._received[0])) if self._received else 0
         self._kill_stopped()
         self._note_arrivals()
         if not self._received:
@@ -152,13 +102,6 @@ class ElasticAgent(Agent):
             self._admit()
         self._pause = 0.02 if self._generation.steps else _MEETING_S
         return None
-
-    def _exchange(self) -> None:
-        """Exchanges messages with the other machines, and takes the signals that they received."""
-        if self.peers is not None:
-            self.peers.exchange()
-            while self.peers.signals:
-                self._remember(self.peers.signals.pop(0))
 
     def _admit(self) -> None:
         """Starts the processes of machines that may join now."""
@@ -170,52 +113,6 @@ class ElasticAgent(Agent):
         running = len(self._living - self.peers.lost)
         for machine in self.peers.admit(min(able, default=0), running):
             self._start_another(machine)
-
-    def _lose(self, member: int, code: int) -> int | None:  # noqa: C901
-        """Replaces a failed process. Returns the exit code if the job ends, else None."""
-        # A process that received a signal directly has agreed with its peers to stop.
-        if code - 128 in STOPS and not self._received:
-            self._received.append(code - 128)
-        if self._received:
-            died = code < 0 and member in self._generation.members  # as in `Agent._look`
-            return self._stopped() if died or not self._living else None
-        if self._server_code() is not None:
-            return self._failed(member, code)
-        said, how, has_carriers = self._said[member], how_it_ended(code), bool(self._with_state())
-        if self._ended_well and not has_carriers and not said.max_world_size:
-            return None  # the job ended as this process was about to join
-        never_joined = code > 0 and not said.joined
-        failure: Any = [NO_STATE, f"exit code {code}"] if never_joined else said.failure
-        again = failure is not None and failure == self._last_failure
-        if never_joined and (again or code == _USAGE) and has_carriers:
-            say(f"process {member} {how} before it had joined; no other is started in its place")
-            return None
-        if again:
-            step, text = failure
-            where = "the start" if step == NO_STATE else f"step {step + 1}"
-            say(f"{where} failed again with {text}; all other ranks were stopped")
-            return code
-        machine = self._machines[member]
-        is_lost = self.peers is not None and member in self.peers.lost
-        if is_lost:
-            how = f"was on machine {machine}"
-        if code != _USAGE and said.max_world_size and not has_carriers:
-            say(f"process {member} {how}: no rank with trained state is left; ending the job")
-            return exit_code(code)
-        if code == _USAGE or not self._living:
-            return self._failed(member, code)
-        then = ""
-        if not is_lost:  # a lost machine gets its ranks back when it rejoins
-            self._last_failure = failure
-            self._failures += 1
-            then = f"; all {self.max_restarts} replacements are used"
-            if self._failures <= self.max_restarts:
-                then = f"; starting another (failure {self._failures} of {self.max_restarts})"
-                self._start_another(machine)
-        left = len(self._living & set(self._generation.members))
-        ranks = "1 rank" if left == 1 else f"{left} ranks"
-        say(f"process {member} {how}: continuing with {ranks}{then}")
-        return None
 
     def _note_arrivals(self) -> None:
         generation = self._generation
@@ -267,8 +164,8 @@ class NodeAgent(Agent):
         link = self.peers
         self._note_pause()
         self._report()
-        if self._server_code() is not None and not self._received:
-            return self._failed(0, 1)
+        if (code := self._server_code()) is not None and not self._received:
+            return self._carry_out(server_ended(code))
         now = time.monotonic()
         silence = now - link.heard
         if link.is_closed or now - max(link.heard, self._woke) > link.timeout:
@@ -279,10 +176,10 @@ class NodeAgent(Agent):
             self._signal(signal.SIGKILL)
         self._cut_off = silence > LOST_S
         if self._ended_by:
-            return self._ended()
+            return self._carry_out(ended(self._ended_by))
         # Machine 0 forwards the first signal to all ranks.
         if len(self._received) > (0 if self._cut_off else 1):
-            return self._stopped()
+            return self._carry_out(stopped(self._received[0]))
         if not self._cut_off:
             if link.job["end"] is not None:
                 return int(link.job["end"])

@@ -8,10 +8,10 @@
 An agent draws a ticket when it arrives, and the ticket is part of its keys. A second agent on the
 same machine therefore gets no orders that were meant for the first.
 
-Each agent watches its own ranks and reports failures; in an elastic job machine 0 decides, and the
-other agents (`NodeAgent`) obey. A machine without a heartbeat for `LOST_S` is lost with its ranks,
-and gets new ones when it is reachable again or its agent restarts. If machine 0 has no heartbeat,
-the others end their ranks, so two halves of a job never both continue.
+Each agent watches its own ranks and reports failures. The policy (`policy.py`) says what follows
+from a failure, or from a machine without a heartbeat. In an elastic job machine 0 decides, and the
+other agents (`NodeAgent`) obey; if machine 0 has no heartbeat, they end their ranks, so two halves
+of a job never both continue.
 """
 
 import json
@@ -24,14 +24,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch.fork_server import RemoteRank
+from ddp_from_scratch.launch.policy import LOST_S, Policy, Verdict, no_answer
 from ddp_from_scratch.launch.rank_process import say
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-LOST_S = 5.0
 EXCHANGE_S = 0.02
-_LAST_WORD_S = 2.0  # for the other machines to hear of a failure
 
 
 class Job(NamedTuple):
@@ -66,11 +65,11 @@ Start = Callable[[int, int], str]  # schedules ranks on a machine; returns why n
 class MachineRegistry:
     """Machine 0's view of the other machines, through a store that all of them reach.
 
-    In `timeout` seconds a machine must arrive (elastic jobs) or answer (other jobs).
+    `timeout` is that of `Policy.patience`, in seconds.
     """
 
-    def __init__(self, store: "dist.Store", job: Job, timeout: float) -> None:
-        self._store, self._elastic, self._asked = store, job.elastic, job.asked
+    def __init__(self, store: "dist.Store", job: Job, policy: Policy, timeout: float) -> None:
+        self._store, self._policy, self._asked = store, policy, job.asked
         self._counts, self._at_start, self._timeout = [*job.counts], len(job.counts), timeout
         self._nodes = {number: Node(time.monotonic()) for number in range(1, self._at_start)}
         self._waiting: dict[int, float] = {}  # by ticket without an answer: when it arrived
@@ -99,7 +98,7 @@ class MachineRegistry:
         """Announces the end of the job and waits until the other agents have left the store."""
         self._end = code
         # Counted, not timed: if this machine stands still meanwhile, the others have not heard it.
-        for _ in range(round((LOST_S if self._elastic else _LAST_WORD_S) / EXCHANGE_S)):
+        for _ in range(round(self._policy.last_word_s / EXCHANGE_S)):
             if all(node.left or node.ticket is None for node in self._nodes.values()):
                 return
             self.exchange()
@@ -132,19 +131,27 @@ class MachineRegistry:
                 self._read(number, node, json.loads(self._store.get(f"report {node.ticket}")), now)
             # While this machine stood still, the others heard nothing of it, and ended their ranks.
             silence = max(now - node.since, pause)
-            if not self._elastic:
-                if has_come and not node.ended and silence > self._timeout:
-                    self._failure = self._failure or no_answer(number, silence)
-            elif not node.lost and silence > (LOST_S if has_come else self._timeout):
-                node.lost = True
-                say(f"machine {number} has not answered for {silence:.0f} s: its ranks are lost")
-                for member, rank in node.ranks.items():
-                    if rank.returncode in (None, -signal.SIGKILL):
-                        self.lost.add(member)
-                    if rank.returncode is None:
-                        rank.send_signal(signal.SIGKILL)  # it runs if only the network failed
-                        rank.returncode = -signal.SIGKILL
+            patience = self._policy.patience(has_come, node.ended, self._timeout)
+            if not node.lost and silence > patience:
+                self._lose(number, node, silence)
         self._write()
+
+    def _lose(self, number: int, node: Node, silence: float) -> None:
+        node.lost = True
+        self._note(self._policy.machine_lost(number, silence))
+        for member, rank in node.ranks.items():
+            if rank.returncode in (None, -signal.SIGKILL):
+                self.lost.add(member)
+            if rank.returncode is None:
+                rank.send_signal(signal.SIGKILL)  # it runs if only the network failed
+                rank.returncode = -signal.SIGKILL
+
+    def _note(self, verdict: Verdict) -> None:
+        """Prints the verdict; the first that ends the job is the job's failure."""
+        if verdict.text:
+            say(verdict.text)
+        if verdict.exit_code is not None:
+            self._failure = self._failure or verdict.reason
 
     def _read(self, number: int, node: Node, report: Mapping[str, Any], now: float) -> None:
         if report["beat"] == node.beat:
@@ -154,11 +161,10 @@ class MachineRegistry:
             rank = node.ranks[int(member)]
             if rank.returncode is None:
                 rank.returncode = code
-        if self._elastic:
-            self.signals += report["signals"][node.signals :]
-            node.signals = len(report["signals"])
-        elif report["failure"] is not None:
-            self._failure = self._failure or f"machine {number}: {report['failure']}"
+        self.signals += report["signals"][node.signals :]
+        node.signals = len(report["signals"])
+        if report["failure"] is not None:
+            self._note(self._policy.machine_failed(number, report["failure"]))
         node.ended, node.left = node.ended or report["ended"], report["left"]
 
     def admit(self, most: int = 0, running: int = 0) -> list[int]:
@@ -188,7 +194,7 @@ class MachineRegistry:
             # An agent that was stopped between two calls in `Link` leaves only a ticket.
             if self._store.check([f"arrival {ticket}"]):
                 arrival = json.loads(self._store.get(f"arrival {ticket}"))
-                is_late = now - since > LOST_S + 1
+                is_late = now - since >= self._policy.restart_s
                 answer = self._answer(Node(now, ticket), arrival, is_late, start if most else None)
                 if answer is not None:
                     del self._waiting[ticket]
@@ -203,10 +209,8 @@ class MachineRegistry:
         number, counts = arrival["node"], arrival["counts"]
         node, there_are = self._nodes.get(number), len(self._counts)
         if (refusal := self._refusal(arrival)) is not None:
-            if not self._elastic:
-                # Otherwise the other ranks would wait for this machine's until their timeout.
-                there = refusal.partition(":")[0].replace(" here ", " there ")
-                self._failure = self._failure or f"machine {number}: {there}"
+            there = refusal.partition(":")[0].replace(" here ", " there ")
+            self._note(self._policy.machine_failed(number, there))
             return refusal
         if number > there_are:  # the machine before it may still arrive
             text = f"--node-rank is {number}, and the next machine to join is {there_are}"
@@ -217,7 +221,7 @@ class MachineRegistry:
                 return ""
             # An agent that restarts at once is not lost yet.
             text = f"--node-rank {number} was given on two machines"
-            return text if is_late or not self._elastic else None
+            return text if is_late else None
         refusal = start(number, counts[number]) if start is not None else None
         if refusal == "":
             self._nodes[number] = new
@@ -229,8 +233,9 @@ class MachineRegistry:
 
     def _refusal(self, arrival: Mapping[str, Any]) -> str | None:
         number, counts, elastic = arrival["node"], arrival["counts"], arrival["elastic"]
-        if elastic != self._elastic:
-            here, there = ("given" if mode else "not given" for mode in (elastic, self._elastic))
+        ours = self._policy.elastic
+        if elastic != ours:
+            here, there = ("given" if mode else "not given" for mode in (elastic, ours))
             return f"--elastic was {here} here and {there} on machine 0: it must be the same on all"
         there_are = len(self._counts)
         # In an elastic job a new machine appends its count; one that rejoins may lack later ones.
@@ -251,11 +256,6 @@ class MachineRegistry:
             "beat": self._exchanged,
         }
         self._store.set("job", json.dumps(state))
-
-
-def no_answer(machine: int, silence: float) -> str:
-    """Returns the message of a job that has lost a machine."""
-    return f"lost the other ranks: machine {machine} has not answered for {silence:.0f} s"
 
 
 # On the other machines ----------------------------------------------------------------------------

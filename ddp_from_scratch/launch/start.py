@@ -20,10 +20,12 @@ from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import ancestors, environment
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.debugging import same_terminal_afterwards, variables
-from ddp_from_scratch.launch.elastic_agent import ElasticAgent, FileStore, JobStore, NodeAgent
+from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.fork_server import OPTIMIZERS
+from ddp_from_scratch.launch.job_store import FileStore, JobStore
 from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
 from ddp_from_scratch.launch.output import Output
+from ddp_from_scratch.launch.policy import Elastic, FailTogether, Policy
 from ddp_from_scratch.launch.rank_process import die_with, run_to_exit, say
 
 if TYPE_CHECKING:
@@ -93,11 +95,12 @@ def start_ranks(
             or this is not the main thread.
     """
     _check_job(counts, max_restarts, stdin)
+    policy: Policy = FailTogether() if max_restarts is None else Elastic(max_restarts)
     peers: MachineRegistry | Link | None = None
     output: Output | None = None
     with ExitStack() as stack:
         if output_prefix or output_ranks is not None or output_dir is not None:
-            name = "rank {}" if max_restarts is None else "process {}"
+            name = "process {}" if policy.elastic else "rank {}"
             folder_of_logs = None if output_dir is None else Path(output_dir)
             output = Output(name, output_prefix, output_ranks, folder_of_logs)
             stack.callback(output.close)
@@ -118,14 +121,14 @@ def start_ranks(
 
             met = stack.enter_context(open_store(node_rank, master_addr, master_port, timeout))
             store, common = met[0], common | met[1]
-            job = Job([*counts], max_restarts is not None, {**must_match})
+            job = Job([*counts], policy.elastic, {**must_match})
             if node_rank == 0:
-                peers = MachineRegistry(store, job, timeout)
+                peers = MachineRegistry(store, job, policy, timeout)
             else:
                 peers = Link(store, node_rank, job, timeout)
         else:
             common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
-        if max_restarts is None:
+        if isinstance(policy, FailTogether):
             here = environment.rank_environments(counts, node_rank)
             ranks = {int(variables["RANK"]): common | variables for variables in here}
             if stdin is not None:
@@ -150,7 +153,7 @@ def start_ranks(
             preload,
             peers=peers,
             counts=counts,
-            max_restarts=max_restarts,
+            policy=policy,
             store=JobStore(store),
             output=output,
         ).run()

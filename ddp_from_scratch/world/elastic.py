@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.common.group import set_failure_detector, wait
-from ddp_from_scratch.launch.elastic_agent import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
+from ddp_from_scratch.launch.job_store import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.node import abort_on_lost_rank, clear_tracebacks, close_default_group
 from ddp_from_scratch.reducer import Reducer
@@ -58,7 +58,7 @@ def job_store() -> JobStore:
 
 
 class Membership:
-    """The place of this process in its job's generations (`launch/elastic_agent.py`).
+    """The place of this process in its job's generations (`launch/job_store.py`).
 
     Each process begins in a group of its own, so it can build its model without the others. At most
     `max_world_size` ranks can share a step; a collective may take `timeout` seconds.

@@ -10,7 +10,7 @@ import signal
 import torch.distributed as dist
 
 from ddp_from_scratch.launch import agent, elastic_agent, nodes
-from ddp_from_scratch.launch.elastic_agent import JobStore
+from ddp_from_scratch.launch.job_store import JobStore
 
 LIMIT_S = 10.0  # more than any time that a agent waits by itself
 

@@ -9,6 +9,7 @@ import pytest
 from ddp_from_scratch.launch import start
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
+from ddp_from_scratch.launch.policy import Elastic
 from tests.launch.fake_ranks import FakeJob
 from tests.support.simulation import Simulation
 from tests.support.tiers import slow
@@ -224,8 +225,15 @@ def environment(member):
 @pytest.mark.parametrize("name", ELASTIC)
 def test_ranks_of_an_elastic_job(name, job, capfd):
     case = ELASTIC[name]
-    mine = {"counts": [case.nproc], "max_restarts": case.max_restarts, "store": job.said}
-    check(case, job, capfd, ElasticAgent(["true"], environment, range(case.nproc), **mine))
+    mine = {"counts": [case.nproc], "store": job.said}
+    check(
+        case,
+        job,
+        capfd,
+        ElasticAgent(
+            ["true"], environment, range(case.nproc), policy=Elastic(case.max_restarts), **mine
+        ),
+    )
     started = case.nproc + sum("starting another" in line for line in case.said)
     assert [rank.environ["DDP_MEMBER"] for rank in job.ranks] == [*map(str, range(started))]
 

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.launch import nodes
 from ddp_from_scratch.launch.nodes import Link, MachineRegistry
+from ddp_from_scratch.launch.policy import LOST_S, Elastic, FailTogether
 
 
 class MachineZero:
-    def __init__(self, monkeypatch, counts, elastic):
+    def __init__(self, monkeypatch, counts, policy):
         self.now, self.beat = 100.0, 0
         monkeypatch.setattr(nodes.time, "monotonic", lambda: self.now)
         self.store = dist.HashStore()
         self.joined, self.most = [], 9
-        self.machines = MachineRegistry(
-            self.store, nodes.Job(counts, elastic, {"--lr": "0.1"}), 60.0
-        )
+        job = nodes.Job(counts, policy.elastic, {"--lr": "0.1"})
+        self.machines = MachineRegistry(self.store, job, policy, 60.0)
 
     def comes(self, node, *counts, lr="0.1", elastic=True):
         """An agent of this machine arrives; returns its answer, None if there is none yet."""
@@ -60,7 +60,7 @@ WRONG_RATE = "--lr is 0.2 here and 0.1 on machine 0"
 @pytest.fixture
 def unmet(monkeypatch):
     """An elastic job of two machines, with processes 0 here and 1 and 2 there."""
-    job = MachineZero(monkeypatch, [1, 2], elastic=True)
+    job = MachineZero(monkeypatch, [1, 2], Elastic(3))
     job.ranks = {member: job.machines.start(1, member) for member in (1, 2)}
     return job
 
@@ -77,7 +77,7 @@ def test_a_silent_machine_is_lost_with_its_ranks(job, capfd):
     job.reports({1: 3, 2: None}, signals=[15, 2])
     job.after(1)
     assert job.machines.signals == [15, 2]
-    job.after(nodes.LOST_S)
+    job.after(LOST_S)
     assert not job.machines._nodes[1].lost
     state = job.after(1)
     assert job.machines._nodes[1].lost
@@ -138,7 +138,7 @@ def test_a_machine_that_is_new(job, capfd):
 
 @pytest.fixture
 def together(monkeypatch):
-    return MachineZero(monkeypatch, [1, 1, 1], elastic=False)
+    return MachineZero(monkeypatch, [1, 1, 1], FailTogether())
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.launch import agent, elastic_agent, fork_server, nodes, rendezvous
-from ddp_from_scratch.launch.elastic_agent import ElasticAgent, JobStore, NodeAgent
+from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER
+from ddp_from_scratch.launch.job_store import JobStore
 from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
+from ddp_from_scratch.launch.policy import LOST_S, Elastic
 from ddp_from_scratch.world import elastic
 from ddp_from_scratch.world.elastic import ElasticRun
 from tests.support.simulated import (
@@ -116,7 +118,7 @@ class Simulation:
         zero, here = self.agents[0], self.process.machine
         for machine, since, seconds in self.away:
             until = since + 1.2 * seconds + 1  # `sleep` may take longer
-            misses_the_end = not zero.alive and since < zero.ended_at < until + nodes.LOST_S
+            misses_the_end = not zero.alive and since < zero.ended_at < until + LOST_S
             if (machine == here and misses_the_end) or (not machine and until - since > TIMEOUT_S):
                 return
         if zero.code != -signal.SIGKILL:
@@ -163,8 +165,16 @@ class Simulation:
             rendezvous._await_answer("machine 0", 1, SECRET, TIMEOUT_S)
             link: Any = Link(store, number, job, TIMEOUT_S)
             return NodeAgent(*arguments, (), peers=link).run()
-        others = MachineRegistry(store, job, TIMEOUT_S) if len(self.counts) > 1 else None
-        mine: Any = {"counts": self.counts, "max_restarts": MAX_RESTARTS, "store": JobStore(store)}
+        others = (
+            MachineRegistry(store, job, Elastic(MAX_RESTARTS), TIMEOUT_S)
+            if len(self.counts) > 1
+            else None
+        )
+        mine: Any = {
+            "counts": self.counts,
+            "policy": Elastic(MAX_RESTARTS),
+            "store": JobStore(store),
+        }
         return ElasticAgent(*arguments, range(sum(self.counts)), peers=others, **mine).run()
 
     def _rank(self, process: Process) -> int:
