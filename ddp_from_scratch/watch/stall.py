@@ -28,7 +28,7 @@ class StepProgress(NamedTuple):
 
     step: int  # the number of averages before this one
     # The first bucket in flight, or the end of backward; None if the step waits for no rank.
-    bucket: str | None
+    waits_for: str | None
     text: str  # which gradients have arrived on this rank, and which are missing
 
     @classmethod
@@ -49,6 +49,28 @@ class StepProgress(NamedTuple):
             text += f", bucket {launched} waits for {inside}"
         return cls(reducer.iteration, waits, text)
 
+    def publish(self, store: dist.Store, rank: int) -> None:
+        """Writes step and text to the store, where the rank that reports reads them."""
+        store.set(str(rank), json.dumps([self.step, self.text]))
+
+
+def _published(store: dist.Store, rank: int, step: int) -> str:
+    """Returns the text that a rank has published in this step."""
+    if store.check([str(rank)]):
+        found, text = json.loads(store.get(str(rank)))
+        # A rank may have all averages of a step before it counts that step.
+        if abs(found - step) <= 1:
+            return str(text)
+    return "no report: it has continued, has ended, or has no stall_after"
+
+
+class _GpuAverage(NamedTuple):
+    """A bucket that a GPU has been told to average."""
+
+    number: int  # counts all buckets of all steps
+    step: int
+    bucket: int  # its index
+
 
 class StallWatch(Observer):
     """A thread that checks a Reducer regularly and reports a step that makes no progress.
@@ -63,8 +85,7 @@ class StallWatch(Observer):
         if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
         self._after = after
-        # The buckets that a GPU has not averaged yet, each with its number, step and index.
-        self._under_way: deque[tuple[int, int, int]] = deque()
+        self._under_way: deque[_GpuAverage] = deque()  # those that are not known to be over
         self._number = 0
         self._on_gpu: torch.Tensor | None = None  # the number of the last one that is averaged
         self._on_host = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -102,10 +123,10 @@ class StallWatch(Observer):
             self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
             self._on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
         self._number += 1
-        self._under_way.append((self._number, iteration, bucket.index()))
+        self._under_way.append(_GpuAverage(self._number, iteration, bucket.index()))
         self._on_gpu.fill_(self._number)
         self._on_host.copy_(self._on_gpu, non_blocking=True)
-        while self._under_way and self._under_way[0][0] <= int(self._on_host):
+        while self._under_way and self._under_way[0].number <= int(self._on_host):
             self._under_way.popleft()
 
     def _end(self) -> None:
@@ -131,10 +152,10 @@ class StallWatch(Observer):
                     native.install_store()
                 store = dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
                 if now != published:
-                    store.set(str(self._rank), json.dumps([now.step, now.text]))
+                    now.publish(store, self._rank)
                     published = now
                 waited = time.monotonic() - since
-                if now.bucket and waited > 0.99 * self._after and now.step != reported:
+                if now.waits_for and waited > 0.99 * self._after and now.step != reported:
                     reported = now.step
                     # Only the first rank to get here writes the report.
                     if store.add(f"report {now.step}", 1) == 1:
@@ -149,23 +170,18 @@ class StallWatch(Observer):
             return None
         now = StepProgress.of(reducer)
         over = int(self._on_host)
-        left = [bucket for bucket in self._under_way.copy() if bucket[0] > over]
+        left = [average for average in self._under_way.copy() if average.number > over]
         if not left:
             return now
         # The host is ahead of the GPU, so `now` already counts gradients of the next step.
-        _, step, index = left[0]
+        step = left[0].step
         text = f"all gradients of step {step} have arrived, and since then {now.text}"
-        return StepProgress(step, f"bucket {index}", text)
+        return StepProgress(step, f"bucket {left[0].bucket}", text)
 
     def _report(self, now: StepProgress, waited: float, store: dist.Store) -> str:
-        lines = [f"step {now.step}, rank {self._rank}: has waited {waited:.0f} s for {now.bucket}"]
+        who = f"step {now.step}, rank {self._rank}"
+        lines = [f"{who}: has waited {waited:.0f} s for {now.waits_for}"]
         for rank in range(self._world_size):
-            text = "no report: it has continued, has ended, or has no stall_after"
-            if store.check([str(rank)]):
-                step, published = json.loads(store.get(str(rank)))
-                # A rank may have all averages of a step before it counts that step.
-                if abs(step - now.step) <= 1:
-                    text = published
-            lines.append(f"  rank {rank}: {text}")
+            lines.append(f"  rank {rank}: {_published(store, rank, now.step)}")
         lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
