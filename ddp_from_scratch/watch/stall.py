@@ -1,7 +1,6 @@
 """Reports a stalled step, with the bucket, ranks and parameters that it waits for."""
 
 import json
-import sys
 import threading
 import time
 import weakref
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
+from ddp_from_scratch.common.log import logger
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
@@ -76,8 +76,8 @@ class StallWatch(Observer):
     """A thread that checks a Reducer regularly and reports a step that makes no progress.
 
     It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
-    progress, once. After `after` seconds with a bucket in flight, one rank writes every rank's
-    progress to standard error, once per step. The thread ends with the Reducer or with the group;
+    progress, once. After `after` seconds with a bucket in flight, one rank logs every rank's
+    progress, once per step. The thread ends with the Reducer or with the group;
     another one begins with another group (`set_step`).
     """
 
@@ -159,7 +159,7 @@ class StallWatch(Observer):
                     reported = now.step
                     # Only the first rank to get here writes the report.
                     if store.add(f"report {now.step}", 1) == 1:
-                        print(self._report(now, waited, store), file=sys.stderr, flush=True)
+                        logger.warning(self._report(now, waited, store))
             except (RuntimeError, ValueError):
                 return  # the group has been destroyed
 

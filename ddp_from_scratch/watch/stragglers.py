@@ -1,6 +1,6 @@
 """Finds stragglers, ranks that the others wait for, by the phases of each rank's steps."""
 
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.log import logger
 from ddp_from_scratch.options.launch_order import communicate
 from ddp_from_scratch.watch.record import Clock, Event, EventMark, StepMarks, TimeMark
 from ddp_from_scratch.watch.recorder import Recorder
@@ -175,7 +176,7 @@ class StragglerWatch(Recorder):
 
     Each rank times each `Phase` of its steps; a collective gathers them. If layers communicate
     (synchronised batch norm), only data and optimizer are compared. `tell` gets each report on
-    every rank; by default rank 0 prints it to standard error.
+    every rank; by default rank 0 logs it.
     """
 
     def __init__(
@@ -224,4 +225,4 @@ class StragglerWatch(Recorder):
         if self._tell is not None:
             self._tell(report)
         elif dist.get_rank(self._process_group) == 0:
-            print(report, file=sys.stderr, flush=True)
+            logger.log(logging.WARNING if report.is_late else logging.INFO, str(report))

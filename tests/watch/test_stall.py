@@ -16,6 +16,7 @@ from torch import nn
 
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.watch import stall
+from tests.support.logged import logged
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -108,7 +109,7 @@ ALL_ARRIVED = "3 of 3 gradients have arrived"
 def stalled_step(world, where):
     """Rank 2 lags in step 1; returns what this rank has printed."""
     model = Layers()
-    with watched(model) as (_, clock, told):
+    with logged() as found, watched(model) as (_, clock, told):
         model().backward()
         expected = [[1, text] for text in (ALL_ARRIVED, ALL_ARRIVED, STEP_1[where][1])]
 
@@ -129,6 +130,7 @@ def stalled_step(world, where):
                 model.between = lag
         model().backward()
         assert model.a.grad.tolist() == [4, 4]
+    assert found == ([("WARNING", told.getvalue().rstrip("\n"))] if told.getvalue() else [])
     return told.getvalue()
 
 

@@ -19,6 +19,7 @@ from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.watch import recorder
 from ddp_from_scratch.watch.record import Event, EventMark
 from ddp_from_scratch.watch.stragglers import PHASES, compare, phases
+from tests.support.logged import logged
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES
 from tests.support.tiers import slow
@@ -234,6 +235,23 @@ def printed(world):
     gc.collect()
     assert gone() is None
     return [line.split(":")[0] for line in out.getvalue().splitlines()]
+
+
+@on("gloo-2")
+def test_a_late_rank_is_a_warning_in_the_log_and_others_are_not(world):
+    with logged() as found, clock_that_stands_still() as clock:
+        model = Slow(clock)
+        reducer = Reducer(model, straggler_every=3)
+        for step in range(6):
+            clock.now += 0.05 if world.rank and step > 2 else 0
+            model(torch.ones(3, 2)).sum().backward()
+        reducer.remove()
+    levels = [(level, text.partition(",")[0]) for level, text in found]
+    expected = [
+        ("INFO", "steps 2-3: no rank is late; a step takes 20.0 ms: data 0.0"),
+        ("WARNING", "steps 4-6: rank 1 came last in 3 of 3"),
+    ]
+    assert levels == (expected if world.rank == 0 else [])
 
 
 @pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
