@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TextIO
 
 from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
 from ddp_from_scratch.common.log import logger
+from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.launch import ancestors, environment
-from ddp_from_scratch.launch.ancestors import Process
 from ddp_from_scratch.launch.claim import inherited_from
 
 _PR_SET_PDEATHSIG = 1

@@ -1,6 +1,7 @@
-"""Reports a stalled step, with the bucket, ranks and parameters that it waits for."""
+"""Reports a stalled step: the bucket, ranks and parameters it waits for, and where they are."""
 
 import json
+import os
 import threading
 import time
 import weakref
@@ -11,12 +12,15 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.traits import traits
+from ddp_from_scratch.backend.transport import this_machine
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.log import logger
+from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.watch.place import place_of
 
 _WAKES = 3  # how many times a watch wakes up in `after` seconds
 # Watches so far, by group. Its ranks make them in the same order, so their store keys match.
@@ -49,19 +53,51 @@ class StepProgress(NamedTuple):
             text += f", bucket {launched} waits for {inside}"
         return cls(reducer.iteration, waits, text)
 
-    def publish(self, store: dist.Store, rank: int) -> None:
-        """Writes step and text to the store, where the rank that reports reads them."""
-        store.set(str(rank), json.dumps([self.step, self.text]))
+    def publish(self, store: dist.Store, rank: int, place: str) -> None:
+        """Writes the position, and where the program is, for the rank that reports."""
+        store.set(str(rank), json.dumps([self.step, self.waits_for, self.text, place]))
 
+    def of_rank(self, store: dist.Store, rank: int) -> str:
+        """Returns what is known of a rank, for a report of the step in which this one waits."""
+        published, ended = self._published_by(store, rank), _end_of(store, rank)
+        if not ended:
+            return published
+        return ended if published == NO_REPORT else f"{ended}; {published}"
 
-def _published(store: dist.Store, rank: int, step: int) -> str:
-    """Returns the text that a rank has published in this step."""
-    if store.check([str(rank)]):
-        found, text = json.loads(store.get(str(rank)))
+    def _published_by(self, store: dist.Store, rank: int) -> str:
+        if not store.check([str(rank)]):
+            return NO_REPORT
+        step, waits_for, text, place = json.loads(store.get(str(rank)))
         # A rank may have all averages of a step before it counts that step.
-        if abs(found - step) <= 1:
-            return str(text)
-    return "no report: it has continued, has ended, or has no stall_after"
+        if abs(step - self.step) > 1:
+            return NO_REPORT
+        # A rank that waits for the same bucket is not the one to look at.
+        waits_too = (step, waits_for) == (self.step, self.waits_for)
+        return str(text) if waits_too or not place else f"{text}\n    in {place}"
+
+
+NO_REPORT = "no report: it has continued, runs C code that holds the GIL, or has no stall_after"
+
+
+def _introduce(store: dist.Store, rank: int) -> None:
+    """Writes which process this rank is."""
+    process = Process.of(os.getpid())
+    store.set(f"{rank} is", json.dumps([this_machine(), str(process)]))
+
+
+def _end_of(store: dist.Store, rank: int) -> str:
+    """Returns what has happened to a rank's process; empty if it runs, or cannot be seen."""
+    if not store.check([f"{rank} is"]):
+        return ""
+    machine, text = json.loads(store.get(f"{rank} is"))
+    process = Process.parse(text)
+    if process is None or machine != this_machine() or not process.is_visible:
+        return ""
+    if not process.is_alive():
+        return f"process {process.pid} has ended"
+    if process.is_stopped():
+        return f"process {process.pid} is stopped, until kill -CONT {process.pid}"
+    return ""
 
 
 class _GpuAverage(NamedTuple):
@@ -76,9 +112,9 @@ class StallWatch(Observer):
     """A thread that checks a Reducer regularly and reports a step that makes no progress.
 
     It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
-    progress, once. After `after` seconds with a bucket in flight, one rank logs every rank's
-    progress, once per step. The thread ends with the Reducer or with the group;
-    another one begins with another group (`set_step`).
+    progress, and the line that the program executes. After `after` seconds with a bucket in flight,
+    one rank logs every rank's progress, once per step. The thread ends with the Reducer or with the
+    group; another one begins with another group (`set_step`).
     """
 
     def __init__(self, after: float) -> None:
@@ -97,6 +133,7 @@ class StallWatch(Observer):
         name = str(group.group_name)
         _made[name] += 1
         self._key = f"ddp stall/{name}/{_made[name]}"
+        self._program = threading.get_ident()  # the thread that trains
         self._start(reducer.rank, dist.get_world_size(group))
         # Unlike `__del__`, a finalizer also runs at interpreter exit.
         weakref.finalize(reducer, self._end)
@@ -142,18 +179,16 @@ class StallWatch(Observer):
             now = self._look()
             if now is None or stop.is_set():
                 return
-            if now != before:
-                before, since = now, time.monotonic()
-                continue
             try:
-                # The ranks meet in the store, since the group's collectives are stuck.
-                group = dist.distributed_c10d._get_default_group()
-                if (native := traits(group).native) is not None:
-                    native.install_store()
-                store = dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
-                if now != published:
-                    now.publish(store, self._rank)
-                    published = now
+                if before is None:
+                    _introduce(self._store(), self._rank)
+                if now != before:
+                    before, since = now, time.monotonic()
+                    continue
+                store, place = self._store(), place_of(self._program)
+                if (now, place) != published:
+                    now.publish(store, self._rank, place)
+                    published = now, place
                 waited = time.monotonic() - since
                 if now.waits_for and waited > 0.99 * self._after and now.step != reported:
                     reported = now.step
@@ -162,6 +197,13 @@ class StallWatch(Observer):
                         logger.warning(self._report(now, waited, store))
             except (RuntimeError, ValueError):
                 return  # the group has been destroyed
+
+    def _store(self) -> dist.Store:
+        """Returns where the ranks meet, since the group's collectives are stuck."""
+        group = dist.distributed_c10d._get_default_group()
+        if (native := traits(group).native) is not None:
+            native.install_store()
+        return dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
 
     def _look(self) -> StepProgress | None:
         # The thread must not keep the Reducer alive, nor the store except while it reports.
@@ -182,6 +224,6 @@ class StallWatch(Observer):
         who = f"step {now.step}, rank {self._rank}"
         lines = [f"{who}: has waited {waited:.0f} s for {now.waits_for}"]
         for rank in range(self._world_size):
-            lines.append(f"  rank {rank}: {_published(store, rank, now.step)}")
+            lines.append(f"  rank {rank}: {now.of_rank(store, rank)}")
         lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)
