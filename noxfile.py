@@ -2,6 +2,7 @@
 
     nox --list
     nox -s "tests(torch='2.11')" -- tests/backend
+    nox -s prerelease              # torch's next release, which is not promised
 
 Each session's environment takes about 6 GB and is kept, in .nox.
 """
@@ -23,16 +24,22 @@ nox.options.default_venv_backend = "uv|virtualenv"  # uv keeps one copy of what 
 @nox.parametrize("torch", TORCH)
 def tests(session: nox.Session, torch: str) -> None:
     """Each torch, on the oldest Python."""
-    _run(session, torch)
+    _run(session, f"torch=={torch}.*")
 
 
-@nox.session(python=["3.12", "3.13"])
+@nox.session(python=["3.12", "3.13", "3.14"])
 def newest(session: nox.Session) -> None:
-    """The newest torch, on the other Pythons."""
-    _run(session, TORCH[-1])
+    """The newest torch, on the other Pythons; skipped on one that is not installed."""
+    _run(session, f"torch=={TORCH[-1]}.*")
 
 
-def _run(session: nox.Session, torch: str) -> None:
+@nox.session(python="3.12", default=False)
+def prerelease(session: nox.Session) -> None:
+    """The next torch: a private name that goes is seen before the release."""
+    _run(session, "--pre", "torch")
+
+
+def _run(session: nox.Session, *torch: str) -> None:
     # In one command: each torchvision fits a single torch.
-    session.install(f"torch=={torch}.*", *NEEDS, "--editable", ".")
+    session.install(*torch, *NEEDS, "--editable", ".")
     session.run("python", "-m", "pytest", *session.posargs)

@@ -199,7 +199,7 @@ def report(lines: list[str], results: Path, began: float) -> None:
     print("\n" + "\n".join(lines), flush=True)
 
 
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
+def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     """Unwinds on SIGTERM, so `run` ends the benchmark and its ranks."""
     raise SystemExit(128 + number)
 

@@ -164,7 +164,7 @@ def write_samples(
 # A backward pass --------------------------------------------------------------------------------
 
 
-def all_reduce(state: Any, bucket: Any) -> torch.futures.Future[Any]:
+def all_reduce(_state: Any, bucket: Any) -> torch.futures.Future[Any]:
     """A comm hook as a program would write it. With one rank there is nothing to divide."""
     return dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 

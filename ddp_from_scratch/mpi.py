@@ -175,7 +175,7 @@ def register() -> str:
     return name
 
 
-def _create(backend_options: Any, options: object) -> ProcessGroupMPI:
+def _create(backend_options: Any, _options: object) -> ProcessGroupMPI:
     timeout = backend_options.timeout
     if ranks := list(backend_options.global_ranks_in_group):
         return _subgroup(ranks, timeout)
@@ -195,7 +195,7 @@ def _subgroup(ranks: list[int], timeout: timedelta) -> ProcessGroupMPI:
 
 
 def _rendezvous(
-    url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
+    _url: str, timeout: timedelta = dist.default_pg_timeout, **_options: Any
 ) -> Iterator[tuple[dist.Store, int, int]]:
     with within(timeout):
         check_world()

@@ -113,7 +113,7 @@ class ProcessGroupNode(CollectivesGroup):
 _CPU = torch.device("cpu")
 
 
-def _create(options: Any, unused: object) -> ProcessGroupNode:
+def _create(options: Any, _group_options: object) -> ProcessGroupNode:
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     return ProcessGroupNode.open(options.store, options.group_rank, ranks, options.timeout)
 

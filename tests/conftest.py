@@ -6,6 +6,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -66,6 +67,13 @@ def environment() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Holds unit tests to starting none."""
+    with tiers.no_processes() if tiers.is_marked(request.node, "unit") else nullcontext():
+        yield
+
+
 # The first tier has both backends and both sizes.
 @pytest.fixture(params=["gloo-3", "mpi-2", slow("gloo-2"), slow("mpi-3")])
 def crew(ranks, request):
@@ -110,6 +118,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Item]) -> str:
     more = config.pluginmanager.get_plugin("terminalreporter").stats.get("deselected", [])
-    seconds = sum(SECONDS_A_TEST[item.get_closest_marker("slow") is not None] for item in items)
+    units = sum(tiers.is_marked(item, "unit") for item in items)
+    seconds = sum(SECONDS_A_TEST[tiers.is_marked(item, "slow")] for item in items)
+    first = f", first {units:,} without ranks" if 0 < units < len(items) else ""
     rest = f"; make test-all has {len(more):,} more" if more else ""
-    return f"{len(items):,} tests, about {max(1, round(seconds / 60))} min on 2 idle cores{rest}"
+    minutes = max(1, round(seconds / 60))
+    return f"{len(items):,} tests{first}, about {minutes} min on 2 idle cores{rest}"

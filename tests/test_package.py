@@ -1,5 +1,6 @@
 """What an installed package offers: extras, a script, a backend; every program runs as a path."""
 
+import ast
 import os
 import re
 import runpy
@@ -53,6 +54,7 @@ def test_the_digits_need_neither_torchvision_nor_matplotlib(tmp_path):
     assert "timeline.html\nno picture: that takes matplotlib" in done.stdout
 
 
+@pytest.mark.program
 def test_the_launcher_starts_without_torch(tmp_path):
     """The script is the program, and answers at once."""
     module, _, function = PROJECT["project"]["scripts"]["ddp-run"].partition(":")
@@ -73,6 +75,7 @@ NEED_NO_TORCH = ["ddp_from_scratch", "run", "tutorial", "tutorial.samples"]
 NEED_NO_TORCH += ["benchmarks.start_time"]
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("module", NEED_NO_TORCH)
 def test_help_needs_no_torch(module, tmp_path):
     done = python("-c", WITHOUT_TORCH, module, "--help", folder=tmp_path)
@@ -121,6 +124,17 @@ def test_the_version_is_the_same_everywhere():
     assert re.search(rf"^version: {version}$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     newest = (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2]
     assert re.match(rf"{version}, (unreleased|\d{{4}}-\d\d-\d\d)\n", newest)
+
+
+def test_the_workflow_runs_every_session_of_nox():
+    sessions = (ROOT / "noxfile.py").read_text()
+    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
+    versions = ast.literal_eval(re.search(r"^TORCH = (.*)$", sessions, re.MULTILINE)[1])
+    pythons = ast.literal_eval(re.search(r"python=(\[.*\])", sessions)[1])
+    names = [*(f"tests(torch='{v}')" for v in versions), *(f"newest-{p}" for p in pythons)]
+    assert re.findall(r"^ {10}- (\S+)$", workflow, re.MULTILINE) == names
+    (other,) = re.findall(r"SESSIONS=(\w+)", workflow)
+    assert f"def {other}(" in sessions
 
 
 def test_the_packages_page_shows_the_readmes_example_and_links_nowhere_relative():

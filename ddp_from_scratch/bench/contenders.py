@@ -73,7 +73,7 @@ def _two_calls(forward: nn.Module, optimizer: torch.optim.Optimizer) -> Training
     return Training(forward, optimizer.zero_grad, update)
 
 
-def alone(model: nn.Module, group: Group, optimizers: Optimizers) -> Training:
+def alone(model: nn.Module, _group: Group, optimizers: Optimizers) -> Training:
     """Trains without communication, the baseline of all other contenders."""
     return _two_calls(model, optimizers.fused(model))
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ddp_from_scratch.core.bucket import Averaging
+from ddp_from_scratch.core.bucket import AveragePlan
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Average:
     """
 
     next_bucket: int = 0
-    plan: Averaging | None = None
+    plan: AveragePlan | None = None
     weight: Callable[[], float] | None = None
     error: RuntimeError | None = None
     local: set[int] = field(default_factory=set)

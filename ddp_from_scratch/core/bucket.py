@@ -34,7 +34,9 @@ class BucketState(Enum):
     """Where a bucket is in an average.
 
     FILLING -- launch --> LAUNCHED -- wait --> LANDED -- unpack --> FILLING
-    FILLING -- keep ----> LAUNCHED -- unpack --> FILLING           on one rank: nothing is sent
+
+    On one rank nothing is sent:
+    FILLING -- keep_gradients --> LAUNCHED -- unpack --> FILLING
     """
 
     FILLING = auto()  # gradients are marked ready, and nothing has been sent
@@ -43,7 +45,7 @@ class BucketState(Enum):
 
 
 @dataclass(frozen=True)
-class Averaging:
+class AveragePlan:
     """How the buckets of an average are packed and sent: the same for all of them.
 
     Attributes:
@@ -77,7 +79,7 @@ class Bucket(ABC):
         label: for torch.profiler.
 
     Attributes:
-        state: only `launch`, `keep`, `wait`, `unpack` and `reset` change it.
+        state: only `launch`, `keep_gradients`, `wait`, `unpack` and `reset` change it.
         missing: members that are neither ready nor unused.
         unused: members without a gradient in this pass. They contribute the `.grad` that earlier
             passes left, or zeros.
@@ -86,7 +88,7 @@ class Bucket(ABC):
     """
 
     # Why a gradient cannot keep its autograd graph here, for an error; empty if it can.
-    keeps_no_graph = ""
+    no_graph_reason = ""
 
     def __init__(
         self,
@@ -123,14 +125,14 @@ class Bucket(ABC):
             self.unused.add(index)
 
     @abstractmethod
-    def pack(self, plan: Averaging) -> Collection[int]:
+    def pack(self, plan: AveragePlan) -> Collection[int]:
         """Copies the gradients, divided if the plan says so. Raises if the bucket is launched.
 
         Returns members that were ready but whose `.grad` is None. They contribute zeros, as unused.
         """
 
     @abstractmethod
-    def keep(self) -> bool:
+    def keep_gradients(self) -> bool:
         """Leaves the gradients where they are, as their own average on one rank.
 
         Instead of `pack` and `launch`; raises as `pack`. Returns False, without effect, if that
@@ -138,7 +140,7 @@ class Bucket(ABC):
         """
 
     @abstractmethod
-    def launch(self, plan: Averaging) -> None:
+    def launch(self, plan: AveragePlan) -> None:
         """Starts to average what `pack` has copied."""
 
     @property
@@ -287,7 +289,7 @@ class FlatBucket(Bucket):
 
     # Pack ---------------------------------------------------------------------------------------
 
-    def pack(self, plan: Averaging) -> Collection[int]:
+    def pack(self, plan: AveragePlan) -> Collection[int]:
         if self.state is not BucketState.FILLING:
             raise self._relaunch_error()
         self.op = plan.op
@@ -309,7 +311,7 @@ class FlatBucket(Bucket):
             self.flat.zero_()  # scaling by 0 would keep NaN
         return gone
 
-    def keep(self) -> bool:
+    def keep_gradients(self) -> bool:
         if self.state is not BucketState.FILLING:
             raise self._relaunch_error()
         if any(map(is_, map(gradient_of, self._parameters), repeat(None))):
@@ -357,7 +359,7 @@ class FlatBucket(Bucket):
 
     # Launch -------------------------------------------------------------------------------------
 
-    def launch(self, plan: Averaging) -> None:
+    def launch(self, plan: AveragePlan) -> None:
         self.sent = self._real
         if plan.on_side_stream and self._on_gpu:
             # From torch 2.15 on, NCCL's `get_future` makes the current stream wait for the

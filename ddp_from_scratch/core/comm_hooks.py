@@ -45,7 +45,7 @@ from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import check_group, of_member
 from ddp_from_scratch.core.average import Average
-from ddp_from_scratch.core.bucket import Averaging, CommHook, FlatBucket, Future
+from ddp_from_scratch.core.bucket import AveragePlan, CommHook, FlatBucket, Future
 
 Group = dist.ProcessGroup | None
 Hook = TypeVar("Hook", bound=Callable[..., Future])
@@ -169,7 +169,7 @@ class CommConfig:
         self.state = state
         self._owner = owner or self._owner
         # The last plan without a weight, and the group that it is for. Weak, as `last_group`.
-        self._plan: Averaging | None = None
+        self._plan: AveragePlan | None = None
         self._planned_for: Callable[[], Group] = NoneType
         one_collective = getattr(hook, "one_collective", False) is True
         self.concurrent: bool = hook is average or one_collective
@@ -198,7 +198,7 @@ class CommConfig:
         group = self.state or dist.group.WORLD
         return self.hook is average and group is not None and dist.get_world_size(group) == 1
 
-    def plan(self, average: Average) -> Averaging:
+    def plan(self, average: Average) -> AveragePlan:
         """Plans an average, before its first gradient is packed; waits for all ranks' weights."""
         own: Any = self.process_group or dist.group.WORLD
         if average.weight is not None:
@@ -209,7 +209,7 @@ class CommConfig:
         average.plan = self._plan
         return average.plan
 
-    def _new_plan(self, own: dist.ProcessGroup, weight: float) -> Averaging:
+    def _new_plan(self, own: dist.ProcessGroup, weight: float) -> AveragePlan:
         group, state = self.open_group(), self.state
         hook: Callable[..., Future] = self.hook
         # The state of this library's hooks is the Reducer's group, or names it. They send through
@@ -233,7 +233,7 @@ class CommConfig:
             named = getattr(state, "process_group", state)  # a user's hook may have any state
             known = named is None or isinstance(named, dist.ProcessGroup)
             scale *= 1.0 / dist.get_world_size(named if known else self.process_group)
-        return Averaging(
+        return AveragePlan(
             hook=hook,
             state=state,
             on_side_stream=not is_ours(self.hook),

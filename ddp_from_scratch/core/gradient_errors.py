@@ -37,10 +37,10 @@ def check_gradient(gradient: torch.Tensor | None, bucket: Bucket, name: str, ran
             f"declare it: only the weights of Embedding and EmbeddingBag with sparse=True are "
             f"gathered, others lie in flat buckets"
         )
-    if gradient.requires_grad and bucket.keeps_no_graph:
+    if gradient.requires_grad and bucket.no_graph_reason:
         raise RuntimeError(
             f"backward(create_graph=True) on rank {rank}: the gradient of parameter {name} cannot "
-            f"keep its graph, since it is {bucket.keeps_no_graph}"
+            f"keep its graph, since it is {bucket.no_graph_reason}"
         )
 
 

@@ -145,13 +145,13 @@ def _watch_steps() -> None:
     register_optimizer_step_post_hook(_tell_of_end)
 
 
-def _tell_of_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+def _tell_of_step(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
     for reducer in _stepped(optimizer):
         for on_step in reducer.calls.on_step:
             on_step(optimizer)
 
 
-def _tell_of_end(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+def _tell_of_end(optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:
     for reducer in _stepped(optimizer):
         for on_stepped in reducer.calls.on_stepped:
             on_stepped(optimizer)

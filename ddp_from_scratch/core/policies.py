@@ -19,7 +19,7 @@ class Usage(Observer):
 
     @property
     @abstractmethod
-    def keeps_layout(self) -> bool:
+    def fixed_layout(self) -> bool:
         """True if the buckets keep their first layout, since passes differ in their gradients."""
 
     @abstractmethod
@@ -31,7 +31,7 @@ class Usage(Observer):
         """True if this average leaves the bucket out. The same on all ranks."""
 
     @abstractmethod
-    def mark_unused(self) -> None:
+    def pass_ended(self) -> None:
         """Called when the pass is over: marks the parameters that have got no gradient."""
 
     @abstractmethod

@@ -379,7 +379,7 @@ class CoreReducer:
             with record_function(f"{bucket.label}: pack") if profiled else NO_SPAN:
                 plan = self.average.plan or self.comm.plan(self.average)
                 # An observer may look into a packed bucket.
-                if plan.keeps_gradients and not self.calls.on_packed and bucket.keep():
+                if plan.keeps_gradients and not self.calls.on_packed and bucket.keep_gradients():
                     return
                 try:
                     gone = bucket.pack(plan)
@@ -440,7 +440,7 @@ class CoreReducer:
         if self.order is not None:
             self.order.pass_ended()
         if self.usage is not None:
-            self.usage.mark_unused()
+            self.usage.pass_ended()
         if self.average.next_bucket < len(self.all_buckets):
             self.launch_full_buckets()
         if not self.comm.concurrent:
@@ -492,7 +492,7 @@ class CoreReducer:
                 self.step_bucket(bucket)
         self.average, self.iteration = Average(), self.iteration + 1
         # Every rank reaches this. A forward pass may be one rank's own, as in an evaluation.
-        if self.ready_order is None and (self.usage is None or not self.usage.keeps_layout):
+        if self.ready_order is None and (self.usage is None or not self.usage.fixed_layout):
             self._agree_on_order()
         for on_average in self.calls.on_average:
             on_average(self.iteration, takes_part)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddp_from_scratch.common.memory import same_memory
-from ddp_from_scratch.core.bucket import Averaging, BucketState, FlatBucket, gradient_of
+from ddp_from_scratch.core.bucket import AveragePlan, BucketState, FlatBucket, gradient_of
 
 
 class ViewBucket(FlatBucket):
@@ -17,7 +17,7 @@ class ViewBucket(FlatBucket):
     Large gradients on a CPU are packed as they become ready, while they are in the cache.
     """
 
-    keeps_no_graph = "a window of a bucket: use gradient_as_bucket_view=False"
+    no_graph_reason = "a window of a bucket: use gradient_as_bucket_view=False"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -38,7 +38,7 @@ class ViewBucket(FlatBucket):
         return self.views[position] if is_free else None
 
     @torch.no_grad()
-    def pack_one(self, index: int, plan: Averaging) -> None:
+    def pack_one(self, index: int, plan: AveragePlan) -> None:
         """Copies parameter `index`'s gradient in, scaled; adds it if one was packed.
 
         Does nothing if the plan keeps gradients.
@@ -71,7 +71,7 @@ class ViewBucket(FlatBucket):
                 self._parameters[position].grad = self._grad_window(position)
             self._packed.clear()
 
-    def pack(self, plan: Averaging) -> Collection[int]:
+    def pack(self, plan: AveragePlan) -> Collection[int]:
         if self.state is not BucketState.FILLING:
             raise self._relaunch_error()
         self.op = plan.op

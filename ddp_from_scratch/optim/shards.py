@@ -323,7 +323,7 @@ class WorldShards(Shards):
         flat = zeros(self._share(numel) * self._size, like.dtype, like.device, memory)
         self._flats[bucket], begin = flat, 0
 
-        def allocate_next(numel: int, like: torch.Tensor) -> torch.Tensor:
+        def allocate_next(numel: int, _like: torch.Tensor) -> torch.Tensor:
             nonlocal begin
             begin += numel
             return flat[begin - numel : begin]
@@ -510,7 +510,7 @@ class WorldShards(Shards):
 
 
 @comm_hook(one_collective=True)
-def _keep_local(state: Any, bucket: FlatBucket) -> Future:
+def _keep_local(_state: Any, bucket: FlatBucket) -> Future:
     """A comm hook that sends nothing, so the bucket keeps this rank's gradients."""
     future: Future = torch.futures.Future()
     future.set_result(bucket.flat)

@@ -96,7 +96,7 @@ class Checks(Observer):
         all_of_it = self._forwards <= _FULL_CHECK_EVERY or self._forwards % _FULL_CHECK_EVERY == 0
         snapshot = self._snapshot
         if snapshot.looks_different(all_of_it):
-            may_freeze = reducer.usage is not None and reducer.usage.keeps_layout
+            may_freeze = reducer.usage is not None and reducer.usage.fixed_layout
             difference = snapshot.difference(module, may_freeze=may_freeze)
             if difference is not None:
                 raise RuntimeError(

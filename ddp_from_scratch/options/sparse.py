@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.group import of_member
 from ddp_from_scratch.common.memory import grad_dtype
-from ddp_from_scratch.core.bucket import Averaging, Bucket, BucketState
+from ddp_from_scratch.core.bucket import AveragePlan, Bucket, BucketState
 
 # The kinds of gradient that ranks exchange. For a sparse one: its number of sparse dimensions.
 _NONE, _DENSE = 0, -1
@@ -32,7 +32,7 @@ class SparseBucket(Bucket):
     rank order. A gradient that is dense on all ranks (the weight has another use) is all-reduced.
     """
 
-    keeps_no_graph = "sparse"
+    no_graph_reason = "sparse"
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class SparseBucket(Bucket):
 
     # Pack, launch -------------------------------------------------------------------------------
 
-    def pack(self, plan: Averaging) -> Collection[int]:
+    def pack(self, plan: AveragePlan) -> Collection[int]:
         # A division: see `core/comm_hooks.py`.
         scale, gradient = plan.mean, self._parameter.grad
         self._mine, self._kind_and_rows = (), (_NONE, 0)
@@ -69,10 +69,10 @@ class SparseBucket(Bucket):
             self._kind_and_rows = _DENSE, 0
         return {*self.members} - self.unused if gradient is None else ()
 
-    def keep(self) -> bool:
+    def keep_gradients(self) -> bool:
         return False  # the result is coalesced
 
-    def launch(self, plan: Averaging) -> None:
+    def launch(self, plan: AveragePlan) -> None:
         mine = torch.tensor(self._kind_and_rows, device=self._parameter.device)
         self._kinds = self._one_of_each_rank(mine)
         work = dist.all_gather(self._kinds, mine, self._process_group, async_op=True)

@@ -97,7 +97,7 @@ class Unused(Usage):
         """True if the set of used parameters may change from pass to pass."""
         return self.find_unused and not self.is_static
 
-    keeps_layout = varies
+    fixed_layout = varies
 
     def set_static(self) -> None:
         if not self.is_static:
@@ -189,7 +189,7 @@ class Unused(Usage):
     def skips(self, bucket: Bucket) -> bool:
         return self.skip and self._has_agreed and self._used.isdisjoint(bucket.members)
 
-    def mark_unused(self) -> None:
+    def pass_ended(self) -> None:
         if self.allows_unused:
             self._reducer().mark_unused(range(self._count))
 
@@ -269,7 +269,7 @@ class Unused(Usage):
         self._forwards.clear()  # graphs that are still alive do not enter
 
 
-def _enter(unused: "weakref.ref[Unused]", forward: _ForwardGraph, gradients: Any) -> None:
+def _enter(unused: "weakref.ref[Unused]", forward: _ForwardGraph, _gradients: Any) -> None:
     if (found := unused()) is not None:
         found.on_enter(forward)
 

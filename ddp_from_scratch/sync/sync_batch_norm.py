@@ -216,7 +216,7 @@ class _Normalize(torch.autograd.Function):
         x: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
-        anchor: torch.Tensor | None,
+        _anchor: torch.Tensor | None,
         moments: _Moments,
         eps: float,
         process_group: dist.ProcessGroup | None,

@@ -73,6 +73,6 @@ class ForwardSync(Observer):
         self._reducer().set_sync(self.required and not self._local)
 
 
-def _enter(found: "weakref.ref[ForwardSync]", mark: object, gradients: Any) -> None:
+def _enter(found: "weakref.ref[ForwardSync]", mark: object, _gradients: Any) -> None:
     if (forward_sync := found()) is not None:
         forward_sync.enter(mark)

@@ -439,7 +439,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 torch.nn.parallel.DistributedDataParallel.register(DistributedDataParallel)
 
 
-def _add_prefix(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _add_prefix(_module: object, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     inside = [key for key in state_dict if key.startswith(prefix)]
     # A bare module's state, which may be loaded too, has keys without `module.`.
     if not any(key.startswith(f"{prefix}module.") for key in inside):

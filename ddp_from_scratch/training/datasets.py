@@ -299,7 +299,7 @@ def _start_fork_server(preload: str) -> None:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _begin_worker(worker_id: int) -> None:
+def _begin_worker(_worker_id: int) -> None:
     """Makes a worker end with its rank, and not before."""
     # In its own process group: neither Ctrl-C nor a launcher's SIGTERM ends it early.
     os.setpgrp()

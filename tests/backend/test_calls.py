@@ -17,6 +17,8 @@ from tests.support.failing_run import LAUNCHERS, Run
 from tests.support.on_ranks import on
 from tests.support.ranks import Crew
 
+pytestmark = pytest.mark.program
+
 FAULTS = Path(__file__).parents[2] / "docs/how-to/find-faults.md"
 SAME = ": all ranks must call the same collectives in the same order"
 SUM = "all_reduce of 3 x torch.float32"

@@ -30,6 +30,7 @@ for backend, method in cases:
 """
 
 
+@pytest.mark.program
 @pytest.mark.slow
 def test_a_program_of_the_users_own_needs_one_import():
     """Ranks and a store come from MPI alone, whatever else the environment says."""
@@ -96,6 +97,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("ending", [e if e == "raises" else slow(e) for e in ENDINGS])
 def test_how_a_job_ends(ending, tmp_path):
     text, code, told = ENDINGS[ending]
@@ -122,6 +124,7 @@ with ddp.process_group(sys.argv[1], timeout=1.0):
 """
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("backend", ["mpi", slow("gloo")])
 def test_a_rank_that_never_comes(backend):
     """MPI itself would wait for it for ever."""
@@ -144,6 +147,7 @@ with ddp.process_group("mpi", timeout=100.0) as world:
 """
 
 
+@pytest.mark.program
 def test_a_rank_that_makes_no_new_group():
     with Run("mpirun", "-n", "2", sys.executable, "-c", NO_NEW_GROUP) as run:
         assert run.wait() == 2, run.text
@@ -152,6 +156,7 @@ def test_a_rank_that_makes_no_new_group():
         run.assert_nobody_left()
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("finalizes", ["0", "1"])
 def test_mpi_is_finalized_unless_mpi4pys_variable_says_no(finalizes):
     """mpirun reports a rank that has started MPI and ends without finalizing it."""
@@ -176,6 +181,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("method", ["spawn", slow("forkserver"), slow("fork")])
 def test_workers_start_no_mpi(method, tmp_path):
     """They import their program again, below mpirun, where an MPI of their own would wait."""
@@ -184,6 +190,7 @@ def test_workers_start_no_mpi(method, tmp_path):
         assert run.wait(120.0) == 0, run.text
 
 
+@pytest.mark.program
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["multiple", "single"])
 def test_a_program_that_has_started_mpi(level):

@@ -13,7 +13,7 @@ from torch import nn
 
 from ddp_from_scratch.common import memory
 from ddp_from_scratch.common.memory import same_memory
-from ddp_from_scratch.core.bucket import Averaging, FlatBucket
+from ddp_from_scratch.core.bucket import AveragePlan, FlatBucket
 from ddp_from_scratch.core.layout import assign, bucket_caps
 from ddp_from_scratch.core.view_bucket import ViewBucket
 
@@ -30,7 +30,7 @@ def make(*parameters: nn.Parameter, as_view: bool = True) -> FlatBucket:
 
 
 def average(bucket: FlatBucket, hook, state=None) -> None:
-    plan = Averaging(hook, state)
+    plan = AveragePlan(hook, state)
     bucket.pack(plan)
     bucket.launch(plan)
     bucket.wait()
@@ -77,7 +77,7 @@ def test_gradients_are_copied_once_alone_or_together_and_never_again(monkeypatch
     p.backward(torch.tensor([2.0, 3.0]))
     assert bucket.packs_early is not bool(small)
     if not small:
-        bucket.pack_one(0, Averaging(doubled, scale=0.5))
+        bucket.pack_one(0, AveragePlan(doubled, scale=0.5))
     assert p.grad.tolist() == [2, 3] if small else p.grad is None
     assert small or bucket.buffer().tolist() == [1, 1.5]
     average(bucket, doubled)

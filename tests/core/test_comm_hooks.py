@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.functional import mse_loss
 
 from ddp_from_scratch import Reducer, broadcast_parameters
-from ddp_from_scratch.core.bucket import Averaging, FlatBucket
+from ddp_from_scratch.core.bucket import AveragePlan, FlatBucket
 from ddp_from_scratch.options import comm_hooks
 from ddp_from_scratch.options.comm_hooks import Later
 from tests.support.on_ranks import on
@@ -38,7 +38,7 @@ def averaged(values: torch.Tensor, hook) -> torch.Tensor:
     parameter = nn.Parameter(torch.zeros_like(values))
     parameter.grad = values
     bucket = FlatBucket([0], [parameter])
-    plan = Averaging(hook)
+    plan = AveragePlan(hook)
     bucket.pack(plan)
     bucket.launch(plan)
     bucket.wait()

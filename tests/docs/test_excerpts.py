@@ -12,6 +12,8 @@ from tests.support.pages import Excerpt, excerpts
 from tests.support.ranks import ROOT
 from tests.support.tiers import slow
 
+pytestmark = pytest.mark.program
+
 PYTHON = excerpts("python")
 (README,) = [excerpt for excerpt in PYTHON if excerpt.page == ROOT / "README.md"]
 TESTS = [excerpt for excerpt in PYTHON if "\ndef test_" in excerpt.code]

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ddp_from_scratch as ddp
@@ -325,3 +326,13 @@ def uneven_batches(world):
 
 def test_join_does_not_wait_for_the_gpu_while_there_is_data(sim):
     assert sim(uneven_batches) == [([], [])] * 2
+
+
+def gathered(world):
+    objects = [None] * world.world_size
+    dist.all_gather_object(objects, "longer than that of rank 0"[: 4 + 22 * world.rank])
+    return objects
+
+
+def test_objects_of_different_sizes_are_gathered(sim):
+    assert sim(gathered) == [["long", "longer than that of rank 0"]] * 2

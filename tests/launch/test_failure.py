@@ -51,6 +51,7 @@ def assert_ends(run):
     return code
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("launcher", "failure"), [("start_ranks", KILL), slow("mpirun", RAISE), slow("torchrun", KILL)]
 )

@@ -76,6 +76,7 @@ def test_a_rank_finds_what_a_new_python_would_and_ends_as_it(tmp_path, capfd, mo
         server.kill()
 
 
+@pytest.mark.program
 def test_a_rank_that_is_killed_before_its_fork_leaves_the_server_to_others():
     """As on an elastic machine that stood still while its server imported torch."""
     server = ForkServer([])
@@ -108,6 +109,7 @@ KILL += "os.kill(os.getppid(), signal.SIGKILL); signal.pause()"
 TOLD = "the fork server, from which all ranks here were started, was killed by SIGKILL\n"
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("max_restarts", [slow(None), 3])
 def test_a_killed_fork_server_ends_the_job_and_a_line_says_so(max_restarts, capfd):
     code = start_ranks([sys.executable, "-c", KILL], [2], max_restarts=max_restarts, preload=())

@@ -24,6 +24,7 @@ if rank == "1":
 KILLED = "rank 1 was killed by SIGKILL; all other ranks were stopped\n"
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("command", [["-c", RANK], ["-u", "-c", RANK]])  # forked, and executed
 def test_a_prefix_and_a_file_for_each_rank(command, tmp_path, capfd):
     folder = tmp_path / "a" / "b"
@@ -41,6 +42,7 @@ def test_a_prefix_and_a_file_for_each_rank(command, tmp_path, capfd):
         assert sorted(lines) == sorted(expected)
 
 
+@pytest.mark.program
 def test_only_some_ranks_are_shown(capfd):
     program = "import os; print('rank', os.environ['RANK'])"
     assert start_ranks([sys.executable, "-c", program], [3], output_ranks=[2]) == 0
@@ -84,6 +86,7 @@ def test_a_full_disk_is_said_once(tmp_path, capfd):
     assert (out, err) == ("a\nb\n", told)
 
 
+@pytest.mark.program
 def test_a_folder_that_cannot_be_written_to(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=r"output directory .*file cannot be written to \("):
@@ -108,6 +111,7 @@ print(f"rank {os.environ['RANK']} continues\\n", end="", flush=True)
 """
 
 
+@pytest.mark.program
 def test_one_rank_has_the_debugger(capfd, monkeypatch):
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     read, write = os.pipe()

@@ -24,6 +24,7 @@ def wait_until_there(*paths):
     return "; ".join(f'while [ ! -e "{path}" ]; do sleep 0.02; done' for path in paths)
 
 
+@pytest.mark.program
 def test_ranks_are_told_their_place_and_get_two_signals_of_a_terminal(tmp_path, capfd):
     # Neither ends at the first one, and rank 0 sends the second when both have got it.
     script = (
@@ -44,6 +45,7 @@ def test_ranks_are_told_their_place_and_get_two_signals_of_a_terminal(tmp_path, 
     assert not Path(folder).exists()
 
 
+@pytest.mark.program
 def test_a_stopped_process_is_known_by_its_state():
     with subprocess.Popen(["sleep", "60"]) as process:
         assert not agent._is_stopped(process)

@@ -16,6 +16,7 @@ from tests.support.failing_run import Run
 from tests.support.tiers import slow
 
 pytestmark = [
+    pytest.mark.program,
     pytest.mark.timeout(180),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc"),
 ]

@@ -1,13 +1,20 @@
 """Two tiers of tests: `make test` runs the first, `make test-all` both.
 
 The second, marked `slow`, takes long, and repeats or combines what tests of the first show, too.
+The first begins with the unit tests, which need neither ranks nor another process. They are marked
+here, and a unit test that starts a process fails.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from itertools import combinations, product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+
+# The markers of tests that are no unit tests.
+NO_UNIT = ("gpu", "program", "root", "slow")
 
 
 def slow(*values: object) -> Any:
@@ -36,7 +43,29 @@ def sort(items: list[pytest.Item]) -> None:
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker("slow")
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    for item in items:
+        fixtures = item.fixturenames  # type: ignore[attr-defined]
+        if "ranks" not in fixtures and not any(map(item.get_closest_marker, NO_UNIT)):
+            item.add_marker("unit")
+    items.sort(key=lambda item: (is_marked(item, "slow"), not is_marked(item, "unit")))
+
+
+def is_marked(item: pytest.Item, name: str) -> bool:
+    return item.get_closest_marker(name) is not None
+
+
+@contextmanager
+def no_processes() -> Iterator[None]:
+    """Fails a test that starts a process."""
+
+    def refuse(*arguments: object, **options: object) -> None:
+        pytest.fail("a unit test starts a process: mark it with @pytest.mark.program")
+
+    starts = "os.fork", "subprocess.Popen.__init__", "multiprocessing.process.BaseProcess.start"
+    with ExitStack() as stack:
+        for start in starts:
+            stack.enter_context(patch(start, refuse))
+        yield
 
 
 def covering(cases: Sequence[Sequence[object]]) -> Iterator[int]:

@@ -13,6 +13,8 @@ from ddp_from_scratch.training.main import main
 from tests.support.failing_run import RUN_PY, Run
 from tests.support.tiers import slow
 
+pytestmark = pytest.mark.program
+
 ONE_EPOCH = ["--epochs", "1", "--check-sync"]
 
 

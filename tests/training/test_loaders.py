@@ -127,6 +127,7 @@ def test_every_test_image_is_in_one_virtual_rank_once():
         assert found == [list(range(rank, size, ranks)) for rank in range(ranks)]
 
 
+@pytest.mark.program
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker")  # on a single core
 def test_workers():
     made = [train_loader(Draws(), rank, 2, 1, workers=2) for rank in range(2)]

@@ -15,6 +15,8 @@ from tests.support.ranks import ROOT
 from tests.support.tiers import slow
 from tutorial.chapters import programs, samples
 
+pytestmark = pytest.mark.program
+
 TUTORIAL = ROOT / "tutorial"
 SAMPLES = [
     (sample.command, sample.printed)

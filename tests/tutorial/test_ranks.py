@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from tutorial.ranks import start
 
+pytestmark = pytest.mark.program
+
 
 def total(number):
     tensor = torch.tensor([number * (dist.get_rank() + 1)])

@@ -79,6 +79,7 @@ def connect_late(folder):
         assert connected.exists()
 
 
+@pytest.mark.program
 def test_no_rank_begins_before_all_are_connected(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)  # a module's function needs none
     assert ddp.start_ranks(partial(connect_late, str(tmp_path)), [3]) == 0
@@ -178,6 +179,7 @@ FORKS = """
 """
 
 
+@pytest.mark.program
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shares memory")
 @pytest.mark.parametrize("block", [True, slow(False)])
 @pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), ("mpirun", "mpi")])
@@ -218,6 +220,7 @@ USES_MPI_IN_A_FORK = """
 """
 
 
+@pytest.mark.program
 def test_a_process_that_a_rank_forks_cannot_use_its_mpi(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(USES_MPI_IN_A_FORK))

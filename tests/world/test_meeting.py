@@ -149,10 +149,12 @@ def run_pods(command, of_rank_1):
         return [(run.wait(), run.out, run.err.splitlines()) for run in runs]
 
 
+@pytest.mark.program
 def test_processes_with_rank_and_world_size_alone():
     assert run_pods([sys.executable, "-c", TELLS], {}) == [(0, "3 0 2\n", []), (0, "3 1 2\n", [])]
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("of_rank_1", "told"),
     [

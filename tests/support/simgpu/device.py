@@ -132,6 +132,10 @@ def _run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "aten::record_stream":
         GUARD.keep(args[0].on_host.untyped_storage().data_ptr(), args[1].stream_id)
         return None
+    if name == "aten::resize_":
+        # Only `data` can give a wrapper another shape. torch.distributed resizes what it has sent.
+        args[0].data = SimTensor(args[0].on_host.resize_(*args[1:]), index)
+        return args[0]
     device = kwargs.get("device")
     to_host = device is not None and torch.device(device).type == "cpu"
     if device is not None:
