@@ -23,6 +23,7 @@ from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.watch import stall
 from tests.support.logged import logged
 from tests.support.on_ranks import on
+from tests.support.ranks import ROOT
 from tests.support.tiers import slow
 
 AFTER_S = 0.3
@@ -198,6 +199,9 @@ def test_a_rank_whose_process_has_ended_is_named():
         assert at.of_rank(store, 1) == stall.NO_REPORT
         process.kill()
     assert at.of_rank(store, 1) == f"process {process.pid} has ended"
+    page = " ".join((ROOT / "docs/how-to/find-faults.md").read_text().split())
+    assert f"`{stall.NO_REPORT}`" in page
+    assert "`process 4711 has ended`" in page
     store.set("1 is", json.dumps(("another machine", known[1])))
     assert at.of_rank(store, 1) == stall.NO_REPORT
 
