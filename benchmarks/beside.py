@@ -35,7 +35,7 @@ from ddp_from_scratch.bench.contenders import (
 )
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.watch.recorder import BucketTimes, RankTimes, StepTimes, step_times
+from ddp_from_scratch.watch.record import BucketTimes, RankTimes, Span, StepTimes, step_times
 from ddp_from_scratch.watch.timeline import SKIP, Timeline
 from ddp_from_scratch.world.world import World
 
@@ -81,15 +81,15 @@ class TorchRecorder:
         launched = over = max(self._launched.values())  # the last gradient launches a bucket
         for index, begin in sorted(self._launched.items()):
             end = self._landed[index]
-            waited = launched, max(launched, end)  # for one bucket after another
-            launched = waited[1]
+            waited = Span(launched, max(launched, end))  # for one bucket after another
+            launched = waited.end
             # With views nothing is copied, and DDP has packed before it calls the hook.
-            buckets.append(BucketTimes(index, (begin, begin), (begin, end), waited, (end, end)))
-        forward, update = (at["forward"], at["forwarded"]), (at["step"], at["stepped"])
-        backward = at["backward"], over
-        ends = forward[0], update[1]
+            pack, unpack = Span(begin, begin), Span(end, end)
+            buckets.append(BucketTimes(index, pack, Span(begin, end), waited, unpack))
+        forward = Span(at["forward"], at["forwarded"])
+        backward, update = Span(at["backward"], over), Span(at["step"], at["stepped"])
         spans = (forward,), (backward,), (), tuple(buckets), update
-        self.steps.append(RankTimes(dist.get_rank(), *spans, *ends))
+        self.steps.append(RankTimes(dist.get_rank(), *spans, forward.begin, update.end))
 
 
 def main() -> int:

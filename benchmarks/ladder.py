@@ -33,8 +33,8 @@ from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.watch.recorder import StepTimes
-from ddp_from_scratch.watch.render import Spans, computed, draw_panels, legend, line, sent
+from ddp_from_scratch.watch.record import StepTimes
+from ddp_from_scratch.watch.render import Row, computed, draw_panels, legend, line, sent
 from ddp_from_scratch.world.world import World
 
 RUNGS: dict[str, dict[str, Any]] = {
@@ -82,11 +82,11 @@ def measure(options: argparse.Namespace, world: World, model: str, title: str) -
         report(options, model, title, steps)
 
 
-def rows_of(step: StepTimes) -> dict[str, Spans]:
+def rows_of(step: StepTimes) -> list[Row]:
     """Returns rank 0's part of a step, with all its buckets in one row."""
     rank = step.ranks[0]
-    ways = [span for bucket in rank.buckets for span in sent(bucket)]
-    return {"main thread": computed(rank), "gradients": ways}
+    ways = [bar for bucket in rank.buckets for bar in sent(bucket)]
+    return [Row("main thread", computed(rank), is_thread=True), Row("gradients", ways)]
 
 
 def report(
@@ -97,8 +97,8 @@ def report(
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for rung, step in steps.items():
         print(f"\n{CAPTIONS[rung]}")
-        for label, spans in rows_of(step).items():
-            print(line(label, 12, spans, longest, colour))
+        for row in rows_of(step):
+            print(line(row, 12, longest, colour))
     print(f"\n{legend()}\n")
     rows = [
         [rung, *(f"{value:.1f}" for value in (first.communication, first.exposed, late))]
@@ -128,8 +128,7 @@ def save(
     samples = {name: asdict(step) for name, step in steps.items()}
     write(name, title, samples, options.results, **settings)
     path = options.results / f"{name}.png"
-    rows = [list(rows_of(step).items()) for step in steps.values()]
-    panels = dict(zip(captions, rows, strict=True))
+    panels = dict(zip(captions, map(rows_of, steps.values()), strict=True))
     drawn = draw_panels(panels, path, title=f"{title}: rank 0's part of a step")
     print(f"drawn to {path}" if drawn else "not drawn: there is no matplotlib", flush=True)
 

@@ -30,7 +30,7 @@ from ddp_from_scratch.bench.timing import start
 from ddp_from_scratch.bench.workloads import WORKLOADS, Workload
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from ddp_from_scratch.watch.recorder import Record
+from ddp_from_scratch.watch.record import Record
 from ddp_from_scratch.watch.render import as_text, draw
 from ddp_from_scratch.watch.timeline import SKIP, Timeline
 

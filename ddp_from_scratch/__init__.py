@@ -15,6 +15,8 @@ To follow one gradient, begin in `core/reducer.py`. Names here are imported when
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ddp_from_scratch.common import log as _log  # noqa: F401  # before a program configures logging
+
 if TYPE_CHECKING:
     from ddp_from_scratch.common.errors import CommunicationError, UsageError
     from ddp_from_scratch.launch.claim import environment_without_rank

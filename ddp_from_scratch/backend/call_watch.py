@@ -13,7 +13,6 @@ import atexit
 import ctypes
 import json
 import os
-import sys
 import threading
 import time
 import weakref
@@ -29,6 +28,7 @@ from ddp_from_scratch.backend.calls import AVERAGES, BlockingCall, Position, blo
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup
 from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.common.group import cut_connections, may_be_in_flight
+from ddp_from_scratch.common.log import logger
 
 NAME = "ddp call watch"
 _LOOK_EVERY_S = 1.0
@@ -139,7 +139,7 @@ class _Watched:
         if block is not None and block.raises:
             _raise_in_main_thread(self.found)
         elif in_gloo or beside is None or not beside.checked_barrier.under_way:
-            print(f"rank {self._rank}: {self.found}", file=sys.stderr, flush=True)
+            logger.error(f"rank {self._rank}: {self.found}")
         time.sleep(_SURE_S)  # every rank learns of it before its gloo calls fail
         cut_connections(group)
         if block is not None and block.group is not None and block.group is not group:

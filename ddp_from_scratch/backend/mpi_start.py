@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 from ddp_from_scratch.common.errors import UsageError
+from ddp_from_scratch.common.log import logger
 
 _LEVELS = {"single": 0, "funneled": 1, "serialized": 2, "multiple": 3}  # as mpi4py names them
 
@@ -104,9 +105,8 @@ def ending(who: str, timeout: timedelta, late: Callable[[], str]) -> Iterator[No
     """
 
     def end() -> None:
-        text = f"{who} waited {timeout.total_seconds():g} s, its timeout, for {late()}\n"
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        text = f"{who} waited {timeout.total_seconds():g} s, its timeout, for {late()}"
+        logger.error(text)
         os._exit(2)
 
     timer = threading.Timer(timeout.total_seconds(), end)

@@ -12,54 +12,9 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
+from ddp_from_scratch.common.process import Process, stat_fields
 from ddp_from_scratch.launch import environment
-
-
-class Process(NamedTuple):
-    """A process that is not mistaken for a later one with the same number.
-
-    As text: PID:START:NAMESPACE, where START and NAMESPACE are empty without /proc.
-    """
-
-    pid: int
-    start: str  # clock ticks from the machine's start to that of the process
-    namespace: str  # of process numbers: containers have their own
-
-    @classmethod
-    def of(cls, pid: int) -> "Process":
-        fields = _stat(pid)
-        return cls(pid, fields[19] if fields else "", _namespace())
-
-    @classmethod
-    def parse(cls, text: str) -> "Process | None":
-        pid, *rest = text.split(":", 2)
-        if not pid.isdecimal() or len(rest) != 2:
-            return None
-        return cls(int(pid), *rest)
-
-    def __str__(self) -> str:
-        return ":".join(map(str, self))
-
-    @property
-    def is_visible(self) -> bool:
-        """False if its number means another process here, since it belongs to a container."""
-        return self.namespace == _namespace()
-
-    def is_alive(self) -> bool:
-        """False once the process has ended. Only for one that is visible."""
-        if fields := _stat(self.pid):
-            return fields[19] == self.start and fields[0] not in "ZX"  # ended, not yet waited for
-        if _stat(os.getpid()):
-            return False
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
-        return True
 
 
 def own() -> Process:
@@ -72,7 +27,7 @@ def ancestors() -> Iterator[int]:
     pid = os.getppid()
     while pid > 0:
         yield pid
-        fields = _stat(pid)
+        fields = stat_fields(pid)
         pid = int(fields[1]) if fields else 0
 
 
@@ -105,7 +60,7 @@ def place(environ: Mapping[str, str]) -> dict[str, str]:
 
 def number_of_threads(pid: int) -> int:
     """Returns how many threads a process has; 0 if it is not visible."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return int(fields[17]) if fields else 0
 
 
@@ -116,19 +71,3 @@ def _was_started_with(pid: int, variables: Mapping[str, str]) -> bool:
         environ = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs)
         return place(environ) == variables
     return False
-
-
-def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat from the third, the state, on; [] if it has ended."""
-    try:
-        # The second field, the name, is in parentheses and may contain any character.
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return []
-    return text.rpartition(b")")[2].decode().split()
-
-
-def _namespace() -> str:
-    with suppress(OSError):
-        return os.readlink("/proc/self/ns/pid")
-    return ""

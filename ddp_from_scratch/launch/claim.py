@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from ddp_from_scratch.common.errors import UsageError
+from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.launch import ancestors, environment
-from ddp_from_scratch.launch.ancestors import Process
 
 _CLAIM = "DDP_CLAIMED_BY"
 _open_file: int | None = None  # until this process ends or calls `exec`

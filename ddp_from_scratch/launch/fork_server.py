@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType, TracebackType
 
+from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.launch import debugging
-from ddp_from_scratch.launch.ancestors import Process
 from ddp_from_scratch.launch.environment import PARENT
 from ddp_from_scratch.launch.output import OUTPUT, connect
 from ddp_from_scratch.launch.rank_process import die_with

@@ -15,8 +15,9 @@ from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
 from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch.common.log import logger
+from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.launch import ancestors, environment
-from ddp_from_scratch.launch.ancestors import Process
 from ddp_from_scratch.launch.claim import inherited_from
 
 _PR_SET_PDEATHSIG = 1
@@ -124,8 +125,9 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
         text = _report_of(error)
     if text:
         colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        say(f"\033[31m{text}\033[0m" if colour else text)
+        flush(sys.stderr, f"\033[31m{text}\033[0m\n" if colour else f"{text}\n")
     flush(sys.stdout)
+    flush(sys.stderr)
     if code:
         os._exit(code)  # the destructors of MPI and gloo wait for peers, which wait for this rank
     # MPI is finalised when Python tears down its modules.
@@ -211,8 +213,11 @@ def _printable(text: str) -> str:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line, to standard error by default; to /dev/null from then on if that fails."""
-    flush(sys.stderr if stream is None else stream, f"{text}\n")
+    """Logs a line, by default to standard error (`common/log.py`), or prints it to a stream."""
+    if stream is None:
+        logger.info(text)
+    else:
+        flush(stream, f"{text}\n")
 
 
 def replace_closed_streams() -> None:

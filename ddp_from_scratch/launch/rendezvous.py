@@ -16,6 +16,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch.environment import MACHINE_0
-from ddp_from_scratch.launch.rank_process import say
+from ddp_from_scratch.launch.rank_process import flush
 
 SECRET = "DDP_SECRET"
 _LEAST_SECRET = 16  # characters
@@ -95,9 +96,11 @@ def _secret(node_rank: int, addr: str, port: int) -> bytes:
                 f"own on every machine"
             )
         secret = secrets.token_hex(16)
-        say(
+        # Printed and not logged, since a program may send its log elsewhere.
+        flush(
+            sys.stderr,
             f"machine 0 waits at {addr}:{port}; on the others, before the command: "
-            f"export {SECRET}={secret}"
+            f"export {SECRET}={secret}\n",
         )
     if len(secret) < _LEAST_SECRET:
         raise UsageError(

@@ -1,30 +1,47 @@
 """Renders a record: a step as text or as a picture, all steps as a page."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ddp_from_scratch.watch.recorder import BucketTimes, RankTimes, Record, Span, StepTimes
+from ddp_from_scratch.watch.record import BucketTimes, RankTimes, Record, Span, StepTimes
 
 WIDTH = 100
 MOST = 12  # buckets per rank that get a line; a rank may have hundreds
 _LEAST = 0.05  # ms; shorter waits are not mentioned
 _LABELLED = 0.03  # of a picture's width; a longer bar has its ms written on it
 
-# By symbol: its meaning, its colour on a terminal, and its name in a picture.
-_KINDS = {
-    "F": ("forward", 34, "forward"),
-    "B": ("backward", 36, "backward"),
-    "p": ("pack", 33, "pack, unpack"),
-    "!": ("wait, exposed", 31, "exposed wait"),
-    "u": ("unpack", 33, "pack, unpack"),
-    "O": ("optimizer", 35, "optimizer"),
-    ".": ("gradients arrive", 90, ""),
-    "-": ("waits for a rank", 31, "waits for a rank"),
-    "=": ("moves", 32, "moves"),
-}
+
+class Kind(Enum):
+    """What a rank or a bucket does in a span, and how it is drawn."""
+
+    FORWARD = "F", "forward", 34, "forward"
+    BACKWARD = "B", "backward", 36, "backward"
+    PACK = "p", "pack", 33, "pack, unpack"
+    WAIT = "!", "wait, exposed", 31, "exposed wait"
+    UNPACK = "u", "unpack", 33, "pack, unpack"
+    OPTIMIZER = "O", "optimizer", 35, "optimizer"
+    ARRIVE = ".", "gradients arrive", 90, ""
+    LATE_RANK = "-", "waits for a rank", 31, "waits for a rank"
+    MOVE = "=", "moves", 32, "moves"
+
+    def __init__(self, symbol: str, meaning: str, terminal_colour: int, in_picture: str) -> None:
+        self.symbol = symbol
+        self.meaning = meaning  # in the legend
+        self.terminal_colour = terminal_colour
+        self.in_picture = in_picture  # its name there, a key of `COLOURS`
+
+    def cell(self, colour: bool) -> str:
+        """Returns its symbol in a text, with its colour for a terminal if asked."""
+        return f"\033[{self.terminal_colour}m{self.symbol}\033[0m" if colour else self.symbol
+
+
+# Short kinds of spans, which count double where they share a cell of a text.
+_SHORT = (Kind.PACK, Kind.WAIT, Kind.UNPACK)
+
 # Safe for colour-blind readers (Okabe and Ito 2008). The page uses the same colours.
 COLOURS = {
     "forward": "#56b4e9",
@@ -36,23 +53,41 @@ COLOURS = {
     "moves": "#009e73",
 }
 
-Spans = list[tuple[str, Span]]  # symbols, with begin and end in ms
-TimelineRow = tuple[str, Spans]  # a label, and the spans of its line
+
+class Bar(NamedTuple):
+    """A span in a drawing."""
+
+    kind: Kind
+    span: Span
 
 
-def computed(rank: RankTimes) -> Spans:
+class Row(NamedTuple):
+    """A line of a drawing."""
+
+    label: str
+    bars: Sequence[Bar]
+    is_thread: bool = False  # True for what a rank's main thread does, which is drawn taller
+
+
+def computed(rank: RankTimes) -> list[Bar]:
     """Returns the spans of a rank's main thread."""
-    spans = [("F", span) for span in rank.forward] + [("B", span) for span in rank.backward]
+    bars = [Bar(Kind.FORWARD, span) for span in rank.forward]
+    bars += [Bar(Kind.BACKWARD, span) for span in rank.backward]
     if rank.optimizer is not None:
-        spans.append(("O", rank.optimizer))
+        bars.append(Bar(Kind.OPTIMIZER, rank.optimizer))
     for bucket in rank.buckets:
-        spans += [("p", bucket.pack), ("!", bucket.wait), ("u", bucket.unpack)]
-    return spans
+        bars.append(Bar(Kind.PACK, bucket.pack))
+        bars.append(Bar(Kind.WAIT, bucket.wait))
+        bars.append(Bar(Kind.UNPACK, bucket.unpack))
+    return bars
 
 
-def sent(bucket: BucketTimes) -> Spans:
+def sent(bucket: BucketTimes) -> list[Bar]:
     """Returns the spans of a bucket's communication."""
-    return [("-", (bucket.sent[0], bucket.met)), ("=", (bucket.moving, bucket.sent[1]))]
+    return [
+        Bar(Kind.LATE_RANK, Span(bucket.sent.begin, bucket.met)),
+        Bar(Kind.MOVE, Span(bucket.moving, bucket.sent.end)),
+    ]
 
 
 def _rows(record: Record, step: StepTimes) -> Iterator[tuple[RankTimes, BucketTimes | None, str]]:
@@ -72,45 +107,42 @@ def _size(nbytes: int) -> str:
 
 def as_text(record: Record, step: StepTimes, *, colour: bool = False) -> str:
     """Draws one step, with a line for each rank and each of its buckets, and a summary."""
-    rows: list[TimelineRow] = []
+    rows: list[Row] = []
     for rank, bucket, label in _rows(record, step):
         if bucket is None:
-            rows.append((label, computed(rank)))
+            rows.append(Row(label, computed(rank)))
             continue
         names = set(step.layout[bucket.index])
-        begin = min((at for name, at in rank.arrived if name in names), default=bucket.pack[0])
-        spans = [(".", (begin, bucket.pack[0])), ("p", bucket.pack), *sent(bucket)]
-        rows.append((f"  {label}", [*spans, ("u", bucket.unpack)]))
-    width = max(len(label) for label, _ in rows) + 1
+        packed = bucket.pack.begin
+        arrived = min((at for name, at in rank.arrived if name in names), default=packed)
+        before = [Bar(Kind.ARRIVE, Span(arrived, packed)), Bar(Kind.PACK, bucket.pack)]
+        rows.append(Row(f"  {label}", [*before, *sent(bucket), Bar(Kind.UNPACK, bucket.unpack)]))
+    width = max(len(row.label) for row in rows) + 1
     lines = [record.title, f"step {step.iteration}: {step.length:.1f} ms", ""]
-    lines += [line(label, width, spans, step.length, colour) for label, spans in rows]
+    lines += [line(row, width, step.length, colour) for row in rows]
     if len(step.layout) > MOST:
         lines.append(f"{len(step.layout)} buckets, of which those are shown that were waited for")
     return "\n".join([*lines, "", legend(), "", *summary(record, step)])
 
 
-def line(
-    label: str, labels: int, spans: Iterable[tuple[str, Span]], length: float, colour: bool
-) -> str:
-    """Draws a label of `labels` characters, then the spans; `length` ms fill the rest."""
-    bars = WIDTH - labels - 2
-    cells, covered = [" "] * bars, [0.0] * bars
-    width = length / bars
-    for symbol, (begin, end) in spans:
-        first, last = int(begin / width), min(int(end / width), bars - 1)
+def line(row: Row, label_width: int, length: float, colour: bool) -> str:
+    """Draws a row's label, then its bars: `length` ms fill the rest of the width."""
+    count = WIDTH - label_width - 2
+    cells, covered = [" "] * count, [0.0] * count
+    width = length / count
+    for kind, (begin, end) in row.bars:
+        first, last = int(begin / width), min(int(end / width), count - 1)
         for cell in range(max(first, 0), last + 1):
-            # A cell shows the span that fills most of it. Short kinds of spans count double.
+            # A cell shows the span that fills most of it.
             part = min(end, (cell + 1) * width) - max(begin, cell * width)
-            if part > 0 and part >= covered[cell] * (0.5 if symbol in "p!u" else 1):
-                cells[cell], covered[cell] = symbol, part
-    if colour:
-        cells = [c if c == " " else f"\033[{_KINDS[c][1]}m{c}\033[0m" for c in cells]
-    return f"{label:<{labels}}|{''.join(cells)}|"
+            if part > 0 and part >= covered[cell] * (0.5 if kind in _SHORT else 1):
+                cells[cell], covered[cell] = kind.cell(colour), part
+    return f"{row.label:<{label_width}}|{''.join(cells)}|"
 
 
 def legend() -> str:
     """Returns the meanings of the symbols, in two lines."""
-    items = [f"{symbol} {what}" for symbol, (what, _, _) in _KINDS.items()]
+    items = [f"{kind.symbol} {kind.meaning}" for kind in Kind]
     return "  ".join(items[:6]) + "\n" + "  ".join(items[6:])
 
 
@@ -146,14 +178,14 @@ def summary(record: Record, step: StepTimes) -> list[str]:
 def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
     """Draws one step of all ranks; without matplotlib, draws nothing and returns False."""
     rows = [
-        (label, computed(rank) if bucket is None else sent(bucket))
+        Row(label, computed(rank), is_thread=True) if bucket is None else Row(label, sent(bucket))
         for rank, bucket, label in _rows(record, step)
     ]
     title = f"{record.title}: step {step.iteration}, {step.length:.1f} ms"
     return draw_panels({title: rows}, *paths)
 
 
-def draw_panels(panels: Mapping[str, Sequence[TimelineRow]], *paths: Path, title: str = "") -> bool:
+def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = "") -> bool:
     """Draws captioned panels of rows on one ms scale; file names choose the formats."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -168,18 +200,17 @@ def draw_panels(panels: Mapping[str, Sequence[TimelineRow]], *paths: Path, title
     all_axes = figure.subplots(
         len(panels), sharex=True, squeeze=False, gridspec_kw={"height_ratios": counts}
     )[:, 0]
-    ends = [span[1] for rows in panels.values() for _, spans in rows for _, span in spans]
+    longest = max(bar.span.end for rows in panels.values() for row in rows for bar in row.bars)
     for axes, (caption, rows) in zip(all_axes, panels.items(), strict=True):
-        for place, (label, spans) in enumerate(rows):
-            # The rows of a rank's main thread are taller than those of its buckets.
-            height = 0.8 if label.startswith(("rank", "main")) else 0.55
-            for symbol, (begin, end) in spans:
-                bar = [(begin, end - begin)], (place - height / 2, height)
-                axes.broken_barh(*bar, color=COLOURS[_KINDS[symbol][2]], linewidth=0)
-                if end - begin > _LABELLED * max(ends):
-                    at = (begin + end) / 2, place
-                    axes.text(*at, f"{end - begin:.0f}", ha="center", va="center", fontsize=7)
-        axes.set_yticks(range(len(rows)), [label for label, _ in rows])
+        for place, row in enumerate(rows):
+            height = 0.8 if row.is_thread else 0.55
+            for kind, span in row.bars:
+                bar = [(span.begin, span.length)], (place - height / 2, height)
+                axes.broken_barh(*bar, color=COLOURS[kind.in_picture], linewidth=0)
+                if span.length > _LABELLED * longest:
+                    at = (span.begin + span.end) / 2, place
+                    axes.text(*at, f"{span.length:.0f}", ha="center", va="center", fontsize=7)
+        axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
@@ -188,7 +219,7 @@ def draw_panels(panels: Mapping[str, Sequence[TimelineRow]], *paths: Path, title
         axes.tick_params(axis="x", labelbottom=axes is all_axes[-1])
         axes.grid(axis="x", alpha=0.3)
         axes.set_axisbelow(True)
-    all_axes[-1].set_xlim(0, max(ends))
+    all_axes[-1].set_xlim(0, longest)
     all_axes[-1].set_xlabel("ms")
     if title:
         figure.suptitle(title)

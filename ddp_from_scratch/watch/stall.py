@@ -1,7 +1,7 @@
-"""Reports a stalled step, with the bucket, ranks and parameters that it waits for."""
+"""Reports a stalled step: the bucket, ranks and parameters it waits for, and where they are."""
 
 import json
-import sys
+import os
 import threading
 import time
 import weakref
@@ -12,11 +12,15 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.traits import traits
+from ddp_from_scratch.backend.transport import this_machine
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
+from ddp_from_scratch.common.log import logger
+from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.watch.place import place_of
 
 _WAKES = 3  # how many times a watch wakes up in `after` seconds
 # Watches so far, by group. Its ranks make them in the same order, so their store keys match.
@@ -28,7 +32,7 @@ class StepProgress(NamedTuple):
 
     step: int  # the number of averages before this one
     # The first bucket in flight, or the end of backward; None if the step waits for no rank.
-    bucket: str | None
+    waits_for: str | None
     text: str  # which gradients have arrived on this rank, and which are missing
 
     @classmethod
@@ -49,22 +53,75 @@ class StepProgress(NamedTuple):
             text += f", bucket {launched} waits for {inside}"
         return cls(reducer.iteration, waits, text)
 
+    def publish(self, store: dist.Store, rank: int, place: str) -> None:
+        """Writes the position, and where the program is, for the rank that reports."""
+        store.set(str(rank), json.dumps([self.step, self.waits_for, self.text, place]))
+
+    def of_rank(self, store: dist.Store, rank: int) -> str:
+        """Returns what is known of a rank, for a report of the step in which this one waits."""
+        published, ended = self._published_by(store, rank), _end_of(store, rank)
+        if not ended:
+            return published
+        return ended if published == NO_REPORT else f"{ended}; {published}"
+
+    def _published_by(self, store: dist.Store, rank: int) -> str:
+        if not store.check([str(rank)]):
+            return NO_REPORT
+        step, waits_for, text, place = json.loads(store.get(str(rank)))
+        # A rank may have all averages of a step before it counts that step.
+        if abs(step - self.step) > 1:
+            return NO_REPORT
+        # A rank that waits for the same bucket is not the one to look at.
+        waits_too = (step, waits_for) == (self.step, self.waits_for)
+        return str(text) if waits_too or not place else f"{text}\n    in {place}"
+
+
+NO_REPORT = "no report: it has continued, runs C code that holds the GIL, or has no stall_after"
+
+
+def _introduce(store: dist.Store, rank: int) -> None:
+    """Writes which process this rank is."""
+    process = Process.of(os.getpid())
+    store.set(f"{rank} is", json.dumps([this_machine(), str(process)]))
+
+
+def _end_of(store: dist.Store, rank: int) -> str:
+    """Returns what has happened to a rank's process; empty if it runs, or cannot be seen."""
+    if not store.check([f"{rank} is"]):
+        return ""
+    machine, text = json.loads(store.get(f"{rank} is"))
+    process = Process.parse(text)
+    if process is None or machine != this_machine() or not process.is_visible:
+        return ""
+    if not process.is_alive():
+        return f"process {process.pid} has ended"
+    if process.is_stopped():
+        return f"process {process.pid} is stopped, until kill -CONT {process.pid}"
+    return ""
+
+
+class _GpuAverage(NamedTuple):
+    """A bucket that a GPU has been told to average."""
+
+    number: int  # counts all buckets of all steps
+    step: int
+    bucket: int  # its index
+
 
 class StallWatch(Observer):
     """A thread that checks a Reducer regularly and reports a step that makes no progress.
 
     It wakes three times in `after` seconds. If the step has not progressed, this rank publishes its
-    progress, once. After `after` seconds with a bucket in flight, one rank writes every rank's
-    progress to standard error, once per step. The thread ends with the Reducer or with the group;
-    another one begins with another group (`set_step`).
+    progress, and the line that the program executes. After `after` seconds with a bucket in flight,
+    one rank logs every rank's progress, once per step. The thread ends with the Reducer or with the
+    group; another one begins with another group (`set_step`).
     """
 
     def __init__(self, after: float) -> None:
         if not 0 < after < float("inf"):
             raise ValueError(f"stall_after must be a positive number of seconds, got {after}")
         self._after = after
-        # The buckets that a GPU has not averaged yet, each with its number, step and index.
-        self._under_way: deque[tuple[int, int, int]] = deque()
+        self._under_way: deque[_GpuAverage] = deque()  # those that are not known to be over
         self._number = 0
         self._on_gpu: torch.Tensor | None = None  # the number of the last one that is averaged
         self._on_host = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -76,6 +133,7 @@ class StallWatch(Observer):
         name = str(group.group_name)
         _made[name] += 1
         self._key = f"ddp stall/{name}/{_made[name]}"
+        self._program = threading.get_ident()  # the thread that trains
         self._start(reducer.rank, dist.get_world_size(group))
         # Unlike `__del__`, a finalizer also runs at interpreter exit.
         weakref.finalize(reducer, self._end)
@@ -102,10 +160,10 @@ class StallWatch(Observer):
             self._on_gpu = torch.zeros((), dtype=torch.int64, device=device)
             self._on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
         self._number += 1
-        self._under_way.append((self._number, iteration, bucket.index()))
+        self._under_way.append(_GpuAverage(self._number, iteration, bucket.index()))
         self._on_gpu.fill_(self._number)
         self._on_host.copy_(self._on_gpu, non_blocking=True)
-        while self._under_way and self._under_way[0][0] <= int(self._on_host):
+        while self._under_way and self._under_way[0].number <= int(self._on_host):
             self._under_way.popleft()
 
     def _end(self) -> None:
@@ -121,26 +179,31 @@ class StallWatch(Observer):
             now = self._look()
             if now is None or stop.is_set():
                 return
-            if now != before:
-                before, since = now, time.monotonic()
-                continue
             try:
-                # The ranks meet in the store, since the group's collectives are stuck.
-                group = dist.distributed_c10d._get_default_group()
-                if (native := traits(group).native) is not None:
-                    native.install_store()
-                store = dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
-                if now != published:
-                    store.set(str(self._rank), json.dumps([now.step, now.text]))
-                    published = now
+                if before is None:
+                    _introduce(self._store(), self._rank)
+                if now != before:
+                    before, since = now, time.monotonic()
+                    continue
+                store, place = self._store(), place_of(self._program)
+                if (now, place) != published:
+                    now.publish(store, self._rank, place)
+                    published = now, place
                 waited = time.monotonic() - since
-                if now.bucket and waited > 0.99 * self._after and now.step != reported:
+                if now.waits_for and waited > 0.99 * self._after and now.step != reported:
                     reported = now.step
                     # Only the first rank to get here writes the report.
                     if store.add(f"report {now.step}", 1) == 1:
-                        print(self._report(now, waited, store), file=sys.stderr, flush=True)
+                        logger.warning(self._report(now, waited, store))
             except (RuntimeError, ValueError):
                 return  # the group has been destroyed
+
+    def _store(self) -> dist.Store:
+        """Returns where the ranks meet, since the group's collectives are stuck."""
+        group = dist.distributed_c10d._get_default_group()
+        if (native := traits(group).native) is not None:
+            native.install_store()
+        return dist.PrefixStore(self._key, dist.distributed_c10d._get_default_store())
 
     def _look(self) -> StepProgress | None:
         # The thread must not keep the Reducer alive, nor the store except while it reports.
@@ -149,23 +212,18 @@ class StallWatch(Observer):
             return None
         now = StepProgress.of(reducer)
         over = int(self._on_host)
-        left = [bucket for bucket in self._under_way.copy() if bucket[0] > over]
+        left = [average for average in self._under_way.copy() if average.number > over]
         if not left:
             return now
         # The host is ahead of the GPU, so `now` already counts gradients of the next step.
-        _, step, index = left[0]
+        step = left[0].step
         text = f"all gradients of step {step} have arrived, and since then {now.text}"
-        return StepProgress(step, f"bucket {index}", text)
+        return StepProgress(step, f"bucket {left[0].bucket}", text)
 
     def _report(self, now: StepProgress, waited: float, store: dist.Store) -> str:
-        lines = [f"step {now.step}, rank {self._rank}: has waited {waited:.0f} s for {now.bucket}"]
+        who = f"step {now.step}, rank {self._rank}"
+        lines = [f"{who}: has waited {waited:.0f} s for {now.waits_for}"]
         for rank in range(self._world_size):
-            text = "no report: it has continued, has ended, or has no stall_after"
-            if store.check([str(rank)]):
-                step, published = json.loads(store.get(str(rank)))
-                # A rank may have all averages of a step before it counts that step.
-                if abs(step - now.step) <= 1:
-                    text = published
-            lines.append(f"  rank {rank}: {text}")
+            lines.append(f"  rank {rank}: {now.of_rank(store, rank)}")
         lines.append("The step keeps waiting until the process group's timeout ends the run.")
         return "\n".join(lines)

@@ -1,19 +1,42 @@
 """Finds stragglers, ranks that the others wait for, by the phases of each rank's steps."""
 
-import sys
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum, auto
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.log import logger
 from ddp_from_scratch.options.launch_order import communicate
-from ddp_from_scratch.watch.recorder import Recorder, StepMarks, TimeMark
+from ddp_from_scratch.watch.record import Clock, Event, EventMark, StepMarks, TimeMark
+from ddp_from_scratch.watch.recorder import Recorder
 
-# The phases in which a rank works, in the order of a step; then the phase in which it waits.
-WORK = ("data", "forward", "backward", "optimizer")
-PHASES = (*WORK, "waiting")
+
+class Phase(StrEnum):
+    """What a rank does, in the order of a step.
+
+    - data: until the forward pass. Without an optimizer step it begins at the average.
+    - forward: until backward reaches the outputs, so it includes the loss and its backward.
+    - backward: until all buckets are launched. If the program never calls the module as a whole,
+      it includes everything before.
+    - optimizer: until the last optimizer's step ends; includes clipping and loss scaling.
+    - waiting: for averages, for weights, and for later ranks.
+    """
+
+    DATA = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    OPTIMIZER = auto()
+    WAITING = auto()
+
+
+PHASES = tuple(Phase)
+WORK = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
 
 # A rank is a straggler if it is last in more than this share of the steps, by more than this share
 # of a step. Chance, or a rank that loses its CPU now and then, reaches neither.
@@ -29,10 +52,10 @@ class StragglerReport:
     rank: int  # the rank that was last most often
     times: int  # the number of steps in which it was last
     late_ms: float  # how much later than the median of the others it was
-    phase: str  # the phase with the most time beyond that of the others
+    phase: Phase  # the phase with the most time beyond that of the others
     is_late: bool  # True if this is not chance; see `OFTEN` and `LATE`
-    own_ms: dict[str, float]  # the phases of `rank`, by the names of `PHASES`
-    others_ms: dict[str, float]  # the medians of the other ranks
+    own_ms: dict[Phase, float]  # the phases of `rank`
+    others_ms: dict[Phase, float]  # the medians of the other ranks
     exposed_ms: float  # the wait of the last rank, which is communication that is not hidden
     step_ms: float  # the length of a step
     world_size: int  # the number of ranks that were compared
@@ -55,7 +78,7 @@ class StragglerReport:
         )
 
 
-def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> StragglerReport:
+def compare(seconds: torch.Tensor, last: int, only: tuple[Phase, ...] = WORK) -> StragglerReport:
     """Finds the rank that the others wait for, from seconds of shape (ranks, steps, `PHASES`).
 
     All ranks leave an average together, so the rank that then works longest is last; no clocks are
@@ -91,50 +114,69 @@ def compare(seconds: torch.Tensor, last: int, only: tuple[str, ...] = WORK) -> S
     )
 
 
-def phases(events: Sequence[tuple[str, TimeMark]]) -> list[tuple[str, TimeMark]]:  # noqa: C901
-    """Turns the events of a step into phases, each with the mark of its begin; "end" is last.
+class PhaseMark(NamedTuple):
+    """The begin of a phase, which lasts until the next one begins."""
 
-    - optimizer: until the last optimizer's step ends; includes clipping and loss scaling.
-    - data: until the forward pass. Without an optimizer step it begins at the average.
-    - forward: until backward reaches the outputs, so it includes the loss and its backward.
-    - backward: until all buckets are launched. If the program never calls the module as a whole,
-      it includes everything before.
-    - waiting: for averages, for weights, and for later ranks.
-    """
-    enters = {"begin": "optimizer", "wait": "waiting", "waited": "backward"}
-    enters |= {"all launched": "waiting", "averaged": "end"}
-    found: list[tuple[str, TimeMark]] = []
-    stepped = False
+    phase: Phase
+    mark: TimeMark
+
+
+_BEGINS = {
+    Event.BEGIN: Phase.OPTIMIZER,
+    Event.FORWARD: Phase.FORWARD,
+    Event.BACKWARD: Phase.BACKWARD,
+    Event.WAIT: Phase.WAITING,
+    Event.WAITED: Phase.BACKWARD,
+    Event.OVER: Phase.DATA,
+    Event.ALL_LAUNCHED: Phase.WAITING,
+    Event.STEPPED: Phase.DATA,
+}
+
+
+def phases(events: Sequence[EventMark]) -> list[PhaseMark]:
+    """Turns the events of a step into phases, of which the last one ends with the step."""
+    found: list[PhaseMark] = []
+    has_stepped = False
     for event, mark in events:
-        if event == "launch":
+        if event is Event.LAUNCH and found[-1].phase in (Phase.DATA, Phase.OPTIMIZER):
             # The backward pass is not over yet.
-            if found[-1][0] in ("data", "optimizer"):
-                found[-1] = ("backward", found[-1][1])
-        elif event == "over":
-            # A pass under no_sync() launches nothing, and data follows it.
-            if found[-1][0] == "backward":
-                found.append(("data", mark))
-        elif event == "stepped":
+            found[-1] = PhaseMark(Phase.BACKWARD, found[-1].mark)
+        elif event is Event.FORWARD and not has_stepped:
+            # Without an optimizer step, the time before was data.
+            found[0] = PhaseMark(Phase.DATA, found[0].mark)
+        elif event is Event.STEPPED:
+            has_stepped = True
             # The last of several optimizers ends the phase.
-            if [phase for phase, _ in found[-2:]] == ["optimizer", "data"]:
+            if [phase for phase, _ in found[-2:]] == [Phase.OPTIMIZER, Phase.DATA]:
                 found.pop()
-            found.append(("data", mark))
-            stepped = True
-        elif event not in ("forwarded", "step"):
-            if event == "forward" and not stepped:
-                # Without an optimizer step, the time before was data.
-                found[0] = ("data", found[0][1])
-            if event != "backward" or found[-1][0] != "backward":
-                found.append((enters.get(event, event), mark))
+        if event in _BEGINS and not _continues(event, found):
+            found.append(PhaseMark(_BEGINS[event], mark))
     return found
+
+
+def _continues(event: Event, found: Sequence[PhaseMark]) -> bool:
+    """True if the phase continues at this event, which else begins another one."""
+    if event is Event.BACKWARD:
+        return found[-1].phase is Phase.BACKWARD
+    # Only a pass that launches nothing, such as one under no_sync(), ends with data.
+    return event is Event.OVER and found[-1].phase is not Phase.BACKWARD
+
+
+def phase_seconds(events: Sequence[EventMark], clock: Clock) -> list[float]:
+    """Returns the seconds of a step in each of `PHASES`."""
+    found, seconds = phases(events), dict.fromkeys(PHASES, 0.0)
+    times = [clock.seconds(mark) for mark in (*(begin.mark for begin in found), events[-1].mark)]
+    for (phase, _), (begin, end) in zip(found, pairwise(times), strict=True):
+        seconds[phase] += end - begin
+    return list(seconds.values())
 
 
 class StragglerWatch(Recorder):
     """Compares the ranks' steps every `every` averages, and reports the straggler.
 
-    Each rank times the `phases` of its steps; a collective gathers them. If layers communicate
+    Each rank times each `Phase` of its steps; a collective gathers them. If layers communicate
     (synchronised batch norm), only data and optimizer are compared. `tell` gets each report on
-    every rank; by default rank 0 prints it to standard error.
+    every rank; by default rank 0 logs it.
     """
 
     def __init__(
@@ -156,10 +198,10 @@ class StragglerWatch(Recorder):
         if gpu.is_gpu(self._device) and gpu.is_capturing():
             return  # events in a graph have no times, and its replays do not call this method
         if self.step is not None:
-            self.note("averaged")
+            self.note(Event.AVERAGED)
             if not takes_part:
                 # A rank without data has waited all the time, in a collective of `join`.
-                self.step.events[1:-1] = [("wait", self.step.events[0][1])]
+                self.step.events[1:-1] = [EventMark(Event.WAIT, self.step.events[0].mark)]
             self._steps.append(self.step)
         try:
             if self._steps and iteration % self._every == 0:
@@ -173,20 +215,14 @@ class StragglerWatch(Recorder):
         self.step: StepMarks | None = None
 
     def _report(self, iteration: int) -> None:
-        rows = []
-        for step in self._steps:
-            found, seconds = phases(step.events), dict.fromkeys(PHASES, 0.0)
-            times = [self.marks.seconds(mark) for _, mark in found]
-            for (phase, _), begin, end in zip(found, times, times[1:], strict=False):
-                seconds[phase] += end - begin
-            rows.append(list(seconds.values()))
+        rows = [phase_seconds(step.events, self.clock) for step in self._steps]
         own = torch.tensor(rows, dtype=torch.float64, device=self._device)
         self._steps.clear()
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._process_group))]
         dist.all_gather(everyone, own, group=self._process_group)
-        only = ("data", "optimizer") if communicate(self._reducer()) else WORK
+        only = (Phase.DATA, Phase.OPTIMIZER) if communicate(self._reducer()) else WORK
         report = compare(torch.stack(everyone).cpu(), iteration, only)
         if self._tell is not None:
             self._tell(report)
         elif dist.get_rank(self._process_group) == 0:
-            print(report, file=sys.stderr, flush=True)
+            logger.log(logging.WARNING if report.is_late else logging.INFO, str(report))

@@ -20,8 +20,20 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import PeerError, UsageError, one_line
 from ddp_from_scratch.common.group import cpu_group, gather_objects
 from ddp_from_scratch.core.bucket import Bucket
-from ddp_from_scratch.watch import recorder, render
-from ddp_from_scratch.watch.recorder import Record, Recorder, StepMarks, TimeMark
+from ddp_from_scratch.watch import render
+from ddp_from_scratch.watch.record import (
+    BucketMarks,
+    BucketNames,
+    Event,
+    GradientMark,
+    RankTimes,
+    Record,
+    StepMarks,
+    TimeMark,
+    rank_times,
+    step_times,
+)
+from ddp_from_scratch.watch.recorder import Recorder
 
 SKIP = 3  # averages before the first recorded step; the first of them rebuilds the buckets
 TOO_FEW = "no timeline: too few steps"
@@ -52,7 +64,7 @@ class Timeline(Recorder):
         averaged = {name for bucket in reducer.buckets for name in bucket}
         parameters = {n: p for n, p in reducer.module.named_parameters() if n in averaged}
         self._sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
-        self._arrived, self._handles = mark_arrivals(parameters, self.marks.take)
+        self._arrived, self._handles = mark_arrivals(parameters, self.clock.take)
         reducer.add_observer(self)
         self._open = True
         self._begin(reducer.iteration)
@@ -85,44 +97,42 @@ class Timeline(Recorder):
             self._steps.append(step)
             self.begin(step)
 
-    def _mark(self, bucket: Bucket, moment: str) -> None:
-        if self.step is not None:
-            moments = self.step.buckets.setdefault(bucket.index(), {})
-            moments[moment] = self.marks.take()
+    def _marks(self, bucket: Bucket | None) -> BucketMarks | None:
+        """Returns the marks of a bucket that was launched in this step."""
+        if self.step is None or bucket is None:
+            return None
+        return self.step.buckets.get(bucket.index())
 
     def on_launch(self, bucket: Bucket) -> None:
         super().on_launch(bucket)
-        self._mark(bucket, "pack")
+        if self.step is not None:
+            self.step.buckets[bucket.index()] = BucketMarks(pack=self.clock.take())
 
     def on_launched(self, bucket: Bucket) -> None:
-        self._mark(bucket, "launched")
-        if self.step is not None:
-            moments, take = self.step.buckets[bucket.index()], self.marks.take
-            moments["landed"] = None  # so that another thread only replaces it while we read
+        if (marks := self._marks(bucket)) is not None:
+            marks.launched = self.clock.take()
             # No reference to this object, since the group's thread may keep the callback.
-            bucket.when_landed(lambda: moments.update(landed=take()))
+            bucket.when_landed(partial(_mark_landed, marks, self.clock.take))
 
     def on_wait(self, bucket: Bucket | None) -> None:
         super().on_wait(bucket)
-        if bucket is None:
-            return
         # A hook with one bucket in flight at a time makes two calls, of which the first counts.
-        if self.step is not None and "wait" not in self.step.buckets.get(bucket.index(), {}):
-            self._mark(bucket, "wait")
+        if (marks := self._marks(bucket)) is not None and marks.wait is None:
+            marks.wait = self.clock.take()
 
     def on_waited(self, bucket: Bucket | None) -> None:
-        if bucket is not None:
-            self._mark(bucket, "unpack")
-        if bucket is not None and self.step is not None:
-            moments = self.step.buckets[bucket.index()]
-            moments.setdefault("waited", moments["unpack"])
+        if (marks := self._marks(bucket)) is not None:
+            marks.unpack = self.clock.take()
+            if marks.waited is None:
+                marks.waited = marks.unpack
         super().on_waited(bucket)
 
     def on_unpacked(self, iteration: int, bucket: Bucket, takes_part: bool) -> None:
-        self._mark(bucket, "unpacked")
+        if (marks := self._marks(bucket)) is not None:
+            marks.unpacked = self.clock.take()
 
     def on_average(self, iteration: int, takes_part: bool) -> None:
-        self.note("averaged")
+        self.note(Event.AVERAGED)
         if self.step is not None:
             self.step.arrived = list(self._arrived)
         self._begin(iteration)
@@ -152,15 +162,15 @@ class Timeline(Recorder):
         after = clock_offsets(self._hosts, self._group)
         clocks = list(zip(self._clocks, after, strict=True))
         offset = sum(ms for ms, _ in clocks[self.rank]) / 2
-        own: dict[int, tuple[recorder.BucketNames, recorder.RankTimes]] = {}
+        own: dict[int, tuple[BucketNames, RankTimes]] = {}
         for step, following in pairwise(self._steps[: self._count + 1]):
             # Each from its forward pass to its optimizer's end.
             events = step.events[_opening(step) :] + following.events[: _opening(following)]
-            times = recorder.rank_times(self.rank, self.marks, replace(step, events=events))
-            own[step.iteration] = step.layout, recorder.moved(times, offset)
+            times = rank_times(self.rank, self.clock, replace(step, events=events))
+            own[step.iteration] = step.layout, times.moved(offset)
         ranks = gather_objects(own, self._group)
         steps = tuple(
-            recorder.step_times(number, layout, [found[number][1] for found in ranks])
+            step_times(number, layout, [found[number][1] for found in ranks])
             for number, (layout, _) in own.items()
             if all(number in found for found in ranks)
         )
@@ -226,25 +236,29 @@ def _make(folder: Path) -> None:
     TemporaryFile(dir=folder).close()
 
 
+def _mark_landed(marks: BucketMarks, take: Callable[[], TimeMark]) -> None:
+    marks.landed = take()
+
+
 def _opening(step: StepMarks) -> int:
     # Earlier events belong to the previous step's optimizer.
-    opens = ("forward", "launch", "all launched")
+    opens = (Event.FORWARD, Event.LAUNCH, Event.ALL_LAUNCHED)
     places = (place for place, (event, _) in enumerate(step.events) if event in opens)
     return next(places, len(step.events))
 
 
 def mark_arrivals(
     parameters: Mapping[str, torch.Tensor], take: Callable[[], TimeMark]
-) -> tuple[list[tuple[str, TimeMark]], list[Any]]:
+) -> tuple[list[GradientMark], list[Any]]:
     """Makes hooks that take a mark for each gradient; returns the list of marks, and the hooks."""
     # No reference to a recorder, since the garbage collector sees no cycle through these hooks.
-    found: list[tuple[str, TimeMark]] = []
+    found: list[GradientMark] = []
     handles = []
     for name, parameter in parameters.items():
         if parameter.requires_grad:
 
             def note(_: torch.Tensor, name: str = name) -> None:
-                found.append((name, take()))
+                found.append(GradientMark(name, take()))
 
             handles.append(parameter.register_post_accumulate_grad_hook(note))
             # Run before the Reducer's, which packs. `move_to_end` has no effect on autograd.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddp_from_scratch.common import gpu
-from ddp_from_scratch.watch import recorder
+from ddp_from_scratch.watch.record import Clock
 
 
 class FakeEvent:
@@ -32,7 +32,7 @@ def test_phases_of_a_step_are_exact_however_long_the_run(monkeypatch, hours):
     monkeypatch.setattr(gpu, "record", lambda device, timed: FakeEvent())
     monkeypatch.setattr(gpu, "synchronize", lambda device: None)
     monkeypatch.setattr(FakeEvent, "now", 0.0)
-    clock = recorder.Marks(torch.device("cuda", 0))
+    clock = Clock(torch.device("cuda", 0))
     FakeEvent.now += hours * 3_600_000
     phases = [0.2, 2.1, 4.1, 0.8, 0.9]
     for _ in range(3):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ddp_from_scratch.common import process
+from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.launch import ancestors
-from ddp_from_scratch.launch.ancestors import Process
 from tests.support.failing_run import Run
 from tests.support.tiers import slow
 
@@ -155,12 +156,13 @@ def test_a_process_without_a_launcher_is_left_alone(program):
 
 
 def test_without_proc_a_process_is_known_by_its_number(monkeypatch):
-    monkeypatch.setattr(ancestors, "_stat", lambda pid: [])
-    with subprocess.Popen(["sleep", "60"]) as process:
-        found = Process.of(process.pid)
+    for module in (ancestors, process):
+        monkeypatch.setattr(module, "stat_fields", lambda pid: [])
+    with subprocess.Popen(["sleep", "60"]) as other:
+        found = Process.of(other.pid)
         assert found.start == ""
         assert found.is_alive()
-        process.kill()
+        other.kill()
     assert not found.is_alive()
     assert list(ancestors.ancestors()) == [os.getppid()]
     assert Process.parse(str(found)) == found

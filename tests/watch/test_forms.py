@@ -8,40 +8,61 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ddp_from_scratch.watch.recorder import Marks, Record, StepMarks, moved, rank_times, step_times
+from ddp_from_scratch.watch.record import (
+    BucketMarks,
+    Clock,
+    Event,
+    EventMark,
+    GradientMark,
+    Record,
+    StepMarks,
+    rank_times,
+    step_times,
+)
 from ddp_from_scratch.watch.render import COLOURS, WIDTH, as_html, as_text, draw
 from tests.support.ranks import ROOT
 
-HOST = Marks(torch.device("cpu"))
+HOST = Clock(torch.device("cpu"))
 LAYOUT = (("b",), ("a",))
-PASS = [("forward", 0.0), ("forwarded", 0.030), ("backward", 0.030)]
 NBYTES = {"a": 2**21, "b": 2**20}
+FIELDS = {  # by which the script of the page reads a record
+    "rank": ["rank", "forward", "backward", "arrived", "buckets", "optimizer", "begin", "end"],
+    "bucket": ["index", "pack", "sent", "wait", "unpack", "met", "last", "moving"],
+}
 
 
 def marks(late: float = 0.0) -> StepMarks:
     """A step of 100 ms; gradients come `late` seconds later."""
 
-    def bucket(pack: float, landed: float, waited: float) -> dict[str, float]:
-        launched, wait, unpacked = pack + 0.002, 0.070 + late, waited + 0.001
-        return {
-            **{"pack": pack, "launched": launched, "landed": landed, "wait": wait},
-            **{"waited": waited, "unpack": waited, "unpacked": unpacked},
-        }
+    def bucket(pack: float, landed: float, waited: float) -> BucketMarks:
+        return BucketMarks(
+            pack,
+            launched=pack + 0.002,
+            landed=landed,
+            wait=0.070 + late,
+            waited=waited,
+            unpack=waited,
+            unpacked=waited + 0.001,
+        )
 
+    events = {
+        Event.FORWARD: 0.0,
+        Event.FORWARDED: 0.030,
+        Event.BACKWARD: 0.030,
+        Event.ALL_LAUNCHED: 0.070 + late,
+        Event.AVERAGED: 0.082,
+        Event.STEP: 0.085,
+        Event.STEPPED: 0.100,
+    }
     return StepMarks(
         iteration=7,
         layout=LAYOUT,
-        arrived=[("b", 0.040 + late), ("a", 0.060 + late)],
+        events=[EventMark(event, at) for event, at in events.items()],
+        arrived=[GradientMark("b", 0.040 + late), GradientMark("a", 0.060 + late)],
         buckets={
             0: bucket(0.040 + late, 0.064, 0.070 + late),
             1: bucket(0.060 + late, 0.080, max(0.080, 0.070 + late)),
         },
-        events=[
-            *PASS,
-            ("all launched", 0.070 + late),
-            ("averaged", 0.082),
-            *(("step", 0.085), ("stepped", 0.100)),
-        ],
     )
 
 
@@ -96,6 +117,11 @@ def test_page_holds_the_record_and_loads_nothing():
     page = as_html(replace(record(), steps=tuple(steps)))
     data = json.loads(re.search(r'type="application/json">(.*?)</script>', page, re.S)[1])
     assert [step["iteration"] for step in data["steps"]] == [0, 1, 2]
+    (rank, _), begin = data["steps"][0]["ranks"], pytest.approx(0)
+    assert list(rank) == FIELDS["rank"]
+    assert list(rank["buckets"][0]) == FIELDS["bucket"]
+    assert rank["forward"] == [[begin, pytest.approx(30)]]
+    assert rank["arrived"][0] == ["b", pytest.approx(40)]
     assert data["typical"] == 2
     assert not re.search(r"(src|href)=(?!\"data:)|@import|fetch\(", page)
     assert '<link rel="icon" href="data:' in page  # else the browser asks for /favicon.ico
@@ -117,21 +143,21 @@ def test_pictures_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
 def test_a_callback_or_a_thread_that_is_late_hides_nothing():
     """A thread that wakes up late waits on after the last bucket has landed."""
     late = marks()
-    late.buckets[1] |= {"waited": 0.090, "unpacked": 0.090}
+    late.buckets[1].waited = late.buckets[1].unpacked = 0.090
     times = rank_times(0, HOST, late)
     assert (times.exposed, times.hidden) == pytest.approx((20, 1 - 10 / 38))
     late = marks()
-    late.buckets[1]["landed"] = 0.200
+    late.buckets[1].landed = 0.200
     assert rank_times(0, HOST, late).buckets[1].sent == pytest.approx((62, 80))
 
 
 def test_clocks_of_several_machines():
     # Another machine's clock may be off by more than the way takes.
     times = rank_times(0, HOST, marks())
-    bucket = step_times(7, LAYOUT, [times, moved(times, 50.0)]).ranks[0].buckets[0]
+    bucket = step_times(7, LAYOUT, [times, times.moved(50.0)]).ranks[0].buckets[0]
     assert bucket.sent[0] <= bucket.met <= bucket.sent[1]
     # A step begins at 0 on the rank that begins first.
-    ranks = [moved(times, 1000.0 + rank) for rank in range(2)]
+    ranks = [times.moved(1000.0 + rank) for rank in range(2)]
     first, second = step_times(7, LAYOUT, ranks).ranks
     assert (first.begin, second.begin) == pytest.approx((0, 1))
     assert second.arrived == (("b", pytest.approx(41)), ("a", pytest.approx(61)))

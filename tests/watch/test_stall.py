@@ -4,6 +4,10 @@ import contextlib
 import gc
 import io
 import json
+import os
+import re
+import signal
+import subprocess
 import threading
 import time
 import weakref
@@ -15,8 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_from_scratch import Reducer
+from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.watch import stall
+from tests.support.logged import logged
 from tests.support.on_ranks import on
+from tests.support.ranks import ROOT
 from tests.support.tiers import slow
 
 AFTER_S = 0.3
@@ -105,22 +112,42 @@ STEP_1 = {
 ALL_ARRIVED = "3 of 3 gradients have arrived"
 
 
-def stalled_step(world, where):
-    """Rank 2 lags in step 1; returns what this rank has printed."""
+def process_of(rank):
+    """The process of a rank, as its watch tells it to the others."""
+    return Process.parse(json.loads(store().get(f"{rank} is"))[1])
+
+
+def stalled_step(world, where, stops=False):
+    """Rank 2 lags in step 1, perhaps as a stopped process; returns what this rank has printed."""
     model = Layers()
-    with watched(model) as (_, clock, told):
+    with logged() as found, watched(model) as (_, clock, told):
         model().backward()
-        expected = [[1, text] for text in (ALL_ARRIVED, ALL_ARRIVED, STEP_1[where][1])]
+        expected = [(1, text) for text in (ALL_ARRIVED, ALL_ARRIVED, STEP_1[where][1])]
 
         def published(rank):
-            key = str(rank)
-            return store().check([key]) and json.loads(store().get(key)) == expected[rank]
+            if not store().check([str(rank)]):
+                return False
+            step, _, text, _ = json.loads(store().get(str(rank)))
+            return (step, text) == expected[rank]
+
+        def continue_it():
+            until(lambda: store().check(["2 is"]) and process_of(2).is_stopped())
+            clock.move()
+            until(lambda: store().check(["written 1"]))
+            os.kill(process_of(2).pid, signal.SIGCONT)
 
         def lag():
             until(lambda: all(map(published, range(3))))
-            clock.move()
+            if stops:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            else:
+                clock.move()
             # Until a watched rank has the report as text, for which it asks how other ranks are.
             until(lambda: store().check(["written 1"]))
+
+        helper = threading.Thread(target=continue_it)
+        if stops and world.rank == 0:
+            helper.start()
 
         if world.rank == 2:
             if where == "forward":
@@ -129,6 +156,9 @@ def stalled_step(world, where):
                 model.between = lag
         model().backward()
         assert model.a.grad.tolist() == [4, 4]
+        if helper.is_alive():
+            helper.join()
+    assert found == ([("WARNING", told.getvalue().rstrip("\n"))] if told.getvalue() else [])
     return told.getvalue()
 
 
@@ -140,13 +170,40 @@ def test_a_rank_that_lags_is_named_with_what_it_lacks(ranks, backend, where):
     assert last == ""
     assert bool(first) != bool(second), "one rank reports"
     rank, (bucket, missing) = (0 if first else 1), STEP_1[where]
-    assert (first or second).splitlines() == [
+    *lines, place, end = (first or second).splitlines()
+    assert lines == [
         f"step 1, rank {rank}: has waited 1000 s for bucket {bucket} of 3 ({'cba'[bucket]})",
         f"  rank 0: {ALL_ARRIVED}",
         f"  rank 1: {ALL_ARRIVED}",
         f"  rank 2: {missing}",
-        "The step keeps waiting until the process group's timeout ends the run.",
     ]
+    # Alone of the rank that does not wait as the one does that reports.
+    assert re.match(r"    in \S*test_stall\.py:\d+: .*", place)
+    assert end == "The step keeps waiting until the process group's timeout ends the run."
+
+
+def test_a_rank_whose_process_is_stopped_is_named(ranks):
+    first, second, _ = ranks("gloo", 3)(stalled_step, "forward", True)
+    (line,) = re.findall(r"^  rank 2: (.*)$", first or second, re.MULTILINE)
+    stopped, _, progress = line.partition("; ")
+    assert re.fullmatch(r"process (\d+) is stopped, until kill -CONT \1", stopped)
+    assert progress == STEP_1["forward"][1]
+
+
+@pytest.mark.program
+def test_a_rank_whose_process_has_ended_is_named():
+    store, at = dist.HashStore(), stall.StepProgress(7, "bucket 0", "")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        known = stall.this_machine(), str(Process.of(process.pid))
+        store.set("1 is", json.dumps(known))
+        assert at.of_rank(store, 1) == stall.NO_REPORT
+        process.kill()
+    assert at.of_rank(store, 1) == f"process {process.pid} has ended"
+    page = " ".join((ROOT / "docs/how-to/find-faults.md").read_text().split())
+    assert f"`{stall.NO_REPORT}`" in page
+    assert "`process 4711 has ended`" in page
+    store.set("1 is", json.dumps(("another machine", known[1])))
+    assert at.of_rank(store, 1) == stall.NO_REPORT
 
 
 @on("gloo-3")

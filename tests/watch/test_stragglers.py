@@ -17,7 +17,9 @@ from ddp_from_scratch import Reducer
 from ddp_from_scratch.options import power_sgd
 from ddp_from_scratch.options.weight import GradientWeight
 from ddp_from_scratch.watch import recorder
-from ddp_from_scratch.watch.stragglers import PHASES, compare
+from ddp_from_scratch.watch.record import Event, EventMark
+from ddp_from_scratch.watch.stragglers import PHASES, compare, phases
+from tests.support.logged import logged
 from tests.support.on_ranks import on
 from tests.support.terms import BYTES
 from tests.support.tiers import slow
@@ -58,10 +60,40 @@ def test_who_is_late(ranks, late):
     assert late is None or (found.rank, found.phase) == late
 
 
+STEP = "FORWARD FORWARDED BACKWARD LAUNCH ALL_LAUNCHED AVERAGED"
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        (f"BEGIN STEP STEPPED {STEP}", "optimizer 0, data 2, forward 3, backward 5, waiting 7"),
+        (f"BEGIN {STEP}", "data 0, forward 1, backward 3, waiting 5"),  # no optimizer
+        (  # of two optimizers the last one ends the phase
+            f"BEGIN STEP STEPPED STEP STEPPED {STEP}",
+            "optimizer 0, data 4, forward 5, backward 7, waiting 9",
+        ),
+        (  # a pass under no_sync(), then one that averages
+            f"BEGIN FORWARD FORWARDED BACKWARD OVER {STEP}",
+            "data 0, forward 1, backward 3, data 4, forward 5, backward 7, waiting 9",
+        ),
+        # The module is never called as a whole.
+        ("BEGIN LAUNCH ALL_LAUNCHED AVERAGED", "backward 0, waiting 2"),
+        (
+            "BEGIN FORWARD BACKWARD STEP BACKWARD WAIT WAITED ALL_LAUNCHED AVERAGED",
+            "data 0, forward 1, backward 2, waiting 5, backward 6, waiting 7",
+        ),
+        ("BEGIN WAIT AVERAGED", "optimizer 0, waiting 1"),  # a rank without data
+    ],
+)
+def test_phases_of_the_events_of_a_step(events, found):
+    marks = [EventMark(Event[name], float(at)) for at, name in enumerate(events.split())]
+    assert ", ".join(f"{phase} {mark:.0f}" for phase, mark in phases(marks)) == found
+
+
 @contextlib.contextmanager
 def clock_that_stands_still():
     clock = SimpleNamespace(now=0.0, take=lambda: clock.now, seconds=lambda mark: mark)
-    with patch.object(recorder, "Marks", lambda device: clock):
+    with patch.object(recorder, "Clock", lambda device: clock):
         yield clock
 
 
@@ -203,6 +235,23 @@ def printed(world):
     gc.collect()
     assert gone() is None
     return [line.split(":")[0] for line in out.getvalue().splitlines()]
+
+
+@on("gloo-2")
+def test_a_late_rank_is_a_warning_in_the_log_and_others_are_not(world):
+    with logged() as found, clock_that_stands_still() as clock:
+        model = Slow(clock)
+        reducer = Reducer(model, straggler_every=3)
+        for step in range(6):
+            clock.now += 0.05 if world.rank and step > 2 else 0
+            model(torch.ones(3, 2)).sum().backward()
+        reducer.remove()
+    levels = [(level, text.partition(",")[0]) for level, text in found]
+    expected = [
+        ("INFO", "steps 2-3: no rank is late; a step takes 20.0 ms: data 0.0"),
+        ("WARNING", "steps 4-6: rank 1 came last in 3 of 3"),
+    ]
+    assert levels == (expected if world.rank == 0 else [])
 
 
 @pytest.mark.parametrize("backend", ["gloo", slow("mpi")])

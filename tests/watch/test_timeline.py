@@ -103,7 +103,7 @@ def test_a_bucket_that_lands_during_backward(world):
     timeline = Timeline(ddp.Reducer(model, bucket_cap_mb=0), None, steps=1, skip=0)
 
     def until_landed(gradient):
-        while timeline._steps[-1].buckets[0]["landed"] is None:
+        while timeline._steps[-1].buckets[0].landed is None:
             os.sched_yield()
 
     handle = model.p0.register_hook(until_landed)

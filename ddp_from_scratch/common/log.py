@@ -1,0 +1,27 @@
+"""The package's logger, which is `logging.getLogger("ddp_from_scratch")`.
+
+By default a message is a line on standard error, whether or not the program configures `logging`:
+the logger has a handler and a level (INFO) of its own, and does not propagate, so that a root
+handler does not write the line again. What a program has set before the import, stays.
+"""
+
+import logging
+import sys
+from contextlib import suppress
+
+
+class StandardError(logging.Handler):
+    """Writes each message, without a prefix, to what `sys.stderr` is at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        # A closed stream or a full disk must not end a training step.
+        with suppress(OSError, ValueError):
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
+logger = logging.getLogger("ddp_from_scratch")
+if not logger.handlers:
+    logger.addHandler(StandardError())
+    logger.propagate = False
+if logger.level == logging.NOTSET:
+    logger.setLevel(logging.INFO)

@@ -1,0 +1,54 @@
+"""Where a thread of a program is, told from another thread."""
+
+import threading
+from pathlib import Path
+
+from ddp_from_scratch.watch import place
+
+HERE = Path(__file__).name
+
+
+def place_in(function, end):
+    """Where a thread is that has called this function, once that ends so."""
+    waits, go = threading.Event(), threading.Event()
+
+    def run():
+        function(waits, go)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert waits.wait(10)
+    while not (found := place.place_of(thread.ident)).endswith(end):
+        pass  # until pytest's limit
+    go.set()
+    thread.join()
+    assert place.place_of(thread.ident) == ""
+    return found
+
+
+def wait(waits, go):
+    waits.set()
+    go.wait()  # here
+
+
+def test_the_line_of_the_program_and_what_it_has_called():
+    source = Path(__file__).read_text().splitlines()
+    line = next(n for n, text in enumerate(source, 1) if text.endswith("  # here"))
+    program, _, called = place_in(wait, "(wait)").partition(", in ")
+    assert program.endswith(f"{HERE}:{line}: go.wait()  # here")
+    assert called.startswith("threading.py:")
+
+
+def test_what_the_program_has_called_of_this_package_is_named_before_others():
+    source = "def inside(waits, go):\n    waits.set()\n    go.wait()\n"
+    scope = {}
+    path = Path(place.__file__).with_name("anything.py")
+    exec(compile(source, str(path), "exec"), scope)
+    end = ", in ddp_from_scratch/watch/anything.py:3 (inside)"
+    program = place_in(lambda waits, go: scope["inside"](waits, go), end).removesuffix(end)
+    assert f"{HERE}:" in program
+
+
+def test_a_thread_without_a_line_of_the_programs(monkeypatch):
+    monkeypatch.setattr(place, "_is_library", lambda frame: True)
+    assert place_in(wait, "(wait)").startswith("threading.py:")
