@@ -143,6 +143,48 @@ def test_imports_point_down_and_never_outside():
     assert {path.stem.split("_")[0] for path in of_mpi if room_of(path) == "backend"} == {"mpi"}
 
 
+# What the trainer takes of the library beside public names. It may only become shorter.
+INNER_NAMES_OF_THE_TRAINER: list[str] = [
+    "common.errors.CommunicationError",
+    "common.errors.PeerError",
+    "common.errors.UsageError",
+    "common.errors.needs_extra",
+    "common.errors.one_line",
+    "common.gpu",
+    "common.group.gather_objects",
+    "common.group.wait",
+    "common.numbers.is_power_of_two",
+    "common.random.generator_states",
+    "common.random.seed_generators",
+    "common.random.set_generator_states",
+    "launch.environment.BACKENDS",
+    "launch.environment.MAX_TIMEOUT",
+    "launch.environment.MOST_HERE",
+    "launch.rank_process.is_communication_error",
+    "launch.rank_process.say",
+    "launch.start.start_mpirun",
+    "launch.start.start_ranks",
+    "virtual_ranks.tree_reduction.virtual_rank_range",
+    "watch.render.as_text",
+    "watch.stragglers.StragglerReport",
+    "watch.timeline.TOO_FEW",
+    "watch.timeline.Timeline",
+    "world.elastic.Membership",
+    "world.elastic.broadcast_state",
+    "world.world.World",
+    "world.world.process_group",
+]
+
+
+def test_the_trainer_imports_public_names_of_the_library_and_ever_fewer_inner_ones():
+    prefix, found = "ddp_from_scratch.", set()
+    for path in (path for path in MODULES if room_of(path) == "training"):
+        found |= {name.removeprefix(prefix) for name in IMPORTED[path] if name.startswith(prefix)}
+    found = {name for name in found - set(PUBLIC) if name.split(".")[0] != "training"}
+    modules = {name for name in found if any(other.startswith(f"{name}.") for other in found)}
+    assert sorted(found - modules) == INNER_NAMES_OF_THE_TRAINER
+
+
 def test_code_above_the_backend_asks_a_group_for_its_traits_and_not_for_its_class():
     named = [path for path in MODULES if "SharedMemoryGroup" in path.read_text()]
     assert {room_of(path) for path in named} == {"backend", "node"}
