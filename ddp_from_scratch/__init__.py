@@ -16,9 +16,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp_from_scratch.common.errors import CommunicationError, UsageError
+    from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
     from ddp_from_scratch.launch.claim import environment_without_rank
-    from ddp_from_scratch.launch.start import start_ranks
+    from ddp_from_scratch.launch.environment import launcher
+    from ddp_from_scratch.launch.start import start_mpirun, start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.muon import Muon
     from ddp_from_scratch.options import comm_hooks, power_sgd
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from ddp_from_scratch.torch_ddp.join import JoinableReducer, join
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
+    from ddp_from_scratch.watch.stragglers import StragglerReport
     from ddp_from_scratch.watch.timeline import timeline
     from ddp_from_scratch.world.elastic import elastic
     from ddp_from_scratch.world.world import World, process_group
@@ -43,7 +45,9 @@ __all__ = [
     "DistributedDataParallel",
     "JoinableReducer",
     "Muon",
+    "PeerError",
     "Reducer",
+    "StragglerReport",
     "SyncBatchNorm",
     "UsageError",
     "World",
@@ -56,8 +60,10 @@ __all__ = [
     "elastic",
     "environment_without_rank",
     "join",
+    "launcher",
     "power_sgd",
     "process_group",
+    "start_mpirun",
     "start_ranks",
     "timeline",
 ]
@@ -71,7 +77,9 @@ _MODULES = {
     "DistributedDataParallel": "torch_ddp.wrapper",
     "JoinableReducer": "torch_ddp.join",
     "Muon": "optim.muon",
+    "PeerError": "common.errors",
     "Reducer": "reducer",
+    "StragglerReport": "watch.stragglers",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "common.errors",
     "World": "world.world",
@@ -84,8 +92,10 @@ _MODULES = {
     "elastic": "world.elastic",
     "environment_without_rank": "launch.claim",
     "join": "torch_ddp.join",
+    "launcher": "launch.environment",
     "power_sgd": "options.power_sgd",
     "process_group": "world.world",
+    "start_mpirun": "launch.start",
     "start_ranks": "launch.start",
     "timeline": "watch.timeline",
 }

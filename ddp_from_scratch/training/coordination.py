@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,18 +12,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import ddp_from_scratch
-from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.errors import PeerError, UsageError
-from ddp_from_scratch.common.group import gather_objects, wait
-from ddp_from_scratch.common.random import seed_generators
+from ddp_from_scratch import PeerError, UsageError, World
+from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world.world import World
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns every rank's object, by rank. Collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 @contextmanager
@@ -73,6 +79,14 @@ def prepare_process(
     torch.backends.cudnn.benchmark = not settings.deterministic
     seed_generators(settings.seed)
     return group
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds every generator that a model may use: torch's (also on GPUs), Python's, numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # A seed may have more bits than the 32 that numpy takes.
+    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
 
 
 def _require_same(must_match: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
@@ -195,7 +209,7 @@ class LossWatch:
         # memory makes the copy asynchronous; the event marks its end.
         self._arrived = self._first
         self._event: torch.Event | None = None
-        if gpu.is_gpu(device):
+        if device.type == "cuda":
             self._arrived = torch.zeros((), dtype=torch.int64, pin_memory=True)
             self._event = torch.Event(device)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,22 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.common.errors import UsageError
-from ddp_from_scratch.common.group import gather_objects
-from ddp_from_scratch.common.random import seed_generators
+from ddp_from_scratch import StragglerReport, UsageError, World
 from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     LossWatch,
+    gather_objects,
     open_dataset,
     prepare_process,
     raise_on_all_ranks,
+    seed_generators,
 )
 from ddp_from_scratch.training.datasets import ImageData, Sample, StepSampler, make_loader
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.watch.stragglers import StragglerReport
-from ddp_from_scratch.watch.timeline import Timeline
 from ddp_from_scratch.world.elastic import Membership, broadcast_state
-from ddp_from_scratch.world.world import World
 
 _HOOKS = {"bf16": ddp.comm_hooks.bf16_compress_hook, "fp16": ddp.comm_hooks.fp16_compress_hook}
 
@@ -45,8 +42,9 @@ class Engine:
         # For CPU tensors. None is the default group, which --elastic replaces.
         self.group: dist.ProcessGroup | None = group if world.backend == "nccl" else None
         self.images: ImageData = open_dataset(settings.dataset, settings, world, self.group)
-        # Held until `run` ends, because another run would remove this one's checkpoints.
-        self.lock: ExitStack = ExitStack()
+        # Open until `run` ends: the timeline, and the lock of the checkpoints' folder, since
+        # another run would remove this one's.
+        self.until_end: ExitStack = ExitStack()
         self.writes: bool = False
         self.epoch: int = 0
         self.step: int = 0
@@ -129,7 +127,7 @@ class Engine:
         if folder is not None and self.writes:
             # A rank that takes over continues with the lost rank's checkpoints.
             resume = "auto" if self.membership.is_new_leader else self.settings.resume
-            self.lock.enter_context(checkpoint.prepare_folder(folder, resume=resume))
+            self.until_end.enter_context(checkpoint.prepare_folder(folder, resume=resume))
         self.metrics: MetricsWriter = MetricsWriter(self.settings.log_dir if self.writes else None)
 
     def _make_engine(self, state: checkpoint.State | None) -> None:
@@ -160,9 +158,8 @@ class Engine:
         self.steps_in_backward: bool = settings.shard != "none" and plain
         if settings.stragglers is not None:
             self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
-        self.timeline: Timeline | None = None
-        if settings.timeline is not None:
-            self.timeline = Timeline(self.reducer, settings.timeline)
+        recording = settings.timeline and ddp.timeline(self.reducer, settings.timeline)
+        self._timeline = self.until_end.enter_context(recording or nullcontext())
         # The scaler checks the averages, so an overflow on one rank makes all skip the step.
         self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(world.device.type, enabled=scales)
 
@@ -221,7 +218,7 @@ class Engine:
         # Gathered first: inside `raise_on_all_ranks` rank 0 works alone.
         generators: list[Any] = []
         if self.settings.virtual_ranks is None:  # virtual ranks are seeded in each step
-            generators = gather_objects(checkpoint.rng_state(), self.group)
+            generators = gather_objects(checkpoint.rng_state(self.world.device), self.group)
         compressed, totals = self._power_sgd_of_all(), self._totals_of_all()
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
         of_optimizer = self.optimizer.state_dict()  # collective with --shard world
@@ -261,7 +258,7 @@ class Engine:
         if (self.world.rank == 0 or self.membership.elastic) and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
-            checkpoint.set_rng_state(state["rng"][self.world.rank])
+            checkpoint.set_rng_state(state["rng"][self.world.rank], self.world.device)
 
     def _power_sgd_of_all(self) -> checkpoint.State | None:
         """Gathers all ranks' state of PowerSGD on rank 0; None elsewhere. Collective."""

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch import CommunicationError, PeerError, UsageError, World
 from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
@@ -29,10 +28,7 @@ from ddp_from_scratch.training.engine import Engine
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.watch.render import as_text
-from ddp_from_scratch.watch.timeline import TOO_FEW
 from ddp_from_scratch.world.elastic import broadcast_state
-from ddp_from_scratch.world.world import World
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,7 +39,7 @@ class Trainer(Engine):
     def run(self) -> int:
         """Trains, and prints the result; returns 0, or the signal that ended all ranks early."""
         began = time.monotonic()
-        with self.lock, StopSignal(self.group) as stop:
+        with self.until_end, StopSignal(self.group) as stop:
             while True:
                 try:
                     number = self._train(stop)
@@ -111,16 +107,15 @@ class Trainer(Engine):
         return self.reducer.set_step(self.global_step, self.settings.seed, keep=state is None)
 
     def _print_timeline(self) -> None:
-        if self.timeline is None:
+        if self._timeline is None:
             return
-        self.timeline.close()  # collective
-        if self.timeline.record is None:
-            self.report.warning(TOO_FEW)
+        self._timeline.close()  # collective
+        if self._timeline.record is None:
+            self.report.warning("no timeline: too few steps")
             return
-        record, colours = self.timeline.record, self.report.colours
-        self.report.line("\n" + as_text(record, record.typical, colour=colours) + "\n")
-        self.report.line(f"timeline {self.timeline.folder}/timeline.html")
-        if not self.timeline.has_picture:
+        self.report.line(f"\n{self._timeline.as_text(colour=self.report.colours)}\n")
+        self.report.line(f"timeline {self._timeline.folder}/timeline.html")
+        if not self._timeline.has_picture:
             self.report.line("no picture: that takes matplotlib (pip install matplotlib)")
 
     def _train_epoch(self, stop: StopSignal) -> int:
@@ -151,7 +146,8 @@ class Trainer(Engine):
                 self.metrics.log(self.global_step, ranks=ranks, kept_virtual_ranks=kept, **seconds)
             if number := self._answer(stop):
                 return number
-        gpu.synchronize(self.world.device)
+        if self.world.device.type == "cuda":
+            torch.accelerator.synchronize(self.world.device)
         images = (self.step - first) * self.sampler.global_batch_size
         self.images_per_second: float = images / (time.monotonic() - began)
         return 0

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_from_scratch.common.errors import UsageError, needs_extra, one_line
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.training.errors import needs_extra, one_line
 from ddp_from_scratch.training.settings import MODELS
 
 # Images are enlarged to the first of these sizes that the architecture accepts.
