@@ -146,7 +146,8 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                     f"started this process already: leave it out"
                 )
 
-    from ddp_from_scratch.training.loop import Trainer, test
+    from ddp_from_scratch.training.evaluation import test
+    from ddp_from_scratch.training.loop import Trainer
 
     with ddp.process_group(settings.backend, timeout=settings.timeout) as world:
         if options.command == "test":

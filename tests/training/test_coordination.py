@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.training import coordination, loop
+from ddp_from_scratch.training import coordination, evaluation, loop
 from ddp_from_scratch.training.settings import Settings, option_of
 from ddp_from_scratch.world.elastic import broadcast_state
 from ddp_from_scratch.world.world import _check_gpus, _device
@@ -52,7 +52,7 @@ def test_the_command_versions_and_images_are_compared(world):
     if world.rank == 0:
         told = refusal(loop.Trainer, settings, world)
     else:
-        told = refusal(loop.test, settings, None, file, world)
+        told = refusal(evaluation.test, settings, None, file, world)
     assert told.startswith("the command is train on rank 0 and test on rank 1")
 
     versions = coordination.versions()

@@ -22,8 +22,7 @@ from ddp_from_scratch.training.main import main
 
 me = os.environ.get("DDP_MEMBER")
 if me is not None:
-    from ddp_from_scratch.training import engine
-    from ddp_from_scratch.training.loop import Trainer, torch
+    from ddp_from_scratch.training.loop import Trainer, ddp, torch
 
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -91,8 +90,8 @@ def half(state, file):
 torch.save = half
 """,
     "the first meeting": """
-broadcast = engine.ddp.broadcast_parameters
-engine.ddp.broadcast_parameters = lambda model: die() if me == "1" else broadcast(model)
+broadcast = ddp.broadcast_parameters
+ddp.broadcast_parameters = lambda model: die() if me == "1" else broadcast(model)
 """,
 }
 
