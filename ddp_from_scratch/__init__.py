@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
+    from ddp_from_scratch.common.group import wait
     from ddp_from_scratch.launch.claim import environment_without_rank
     from ddp_from_scratch.launch.environment import launcher
+    from ddp_from_scratch.launch.rank_process import is_communication_error
     from ddp_from_scratch.launch.start import start_mpirun, start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.muon import Muon
@@ -59,6 +61,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "elastic",
     "environment_without_rank",
+    "is_communication_error",
     "join",
     "launcher",
     "power_sgd",
@@ -66,6 +69,7 @@ __all__ = [
     "start_mpirun",
     "start_ranks",
     "timeline",
+    "wait",
 ]
 
 # Imported when first asked for (PEP 562): what starts ranks, or prints --help, needs no torch.
@@ -91,6 +95,7 @@ _MODULES = {
     "convert_sync_batchnorm": "sync.sync_batch_norm",
     "elastic": "world.elastic",
     "environment_without_rank": "launch.claim",
+    "is_communication_error": "launch.rank_process",
     "join": "torch_ddp.join",
     "launcher": "launch.environment",
     "power_sgd": "options.power_sgd",
@@ -98,6 +103,7 @@ _MODULES = {
     "start_mpirun": "launch.start",
     "start_ranks": "launch.start",
     "timeline": "watch.timeline",
+    "wait": "common.group",
 }
 
 

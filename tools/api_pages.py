@@ -31,9 +31,12 @@ _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("convert_sync_batchnorm", "SyncBatchNorm"), "docs/how-to/models.md"),
     (("start_ranks", "start_mpirun", "launcher"), "docs/how-to/start.md"),
     (("environment_without_rank",), "docs/how-to/start.md"),
-    (("elastic",), "docs/how-to/elastic.md"),
+    (("elastic", "wait"), "docs/how-to/elastic.md"),
     (("timeline",), "docs/how-to/timeline.md"),
-    (("UsageError", "PeerError", "CommunicationError"), "docs/reference.md"),
+    (
+        ("UsageError", "PeerError", "CommunicationError", "is_communication_error"),
+        "docs/reference.md",
+    ),
 ]
 ENTRIES = {names[0]: names for names, _ in _ENTRIES}
 ENTRY_OF = {name: entry for entry, names in ENTRIES.items() for name in names}

@@ -7,6 +7,7 @@ A file gets its final name only when it is complete; the digest detects later da
 
 import fcntl
 import hashlib
+import io
 import os
 import random
 from contextlib import suppress
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.training.errors import one_line
@@ -147,6 +149,18 @@ def load(path: Path) -> State:
         newer = f"this program reads up to {VERSION}: install a newer ddp_from_scratch"
         raise UsageError(f"{path} has checkpoint version {state['version']}, {newer}")
     return state
+
+
+def broadcast(state: State | None, group: dist.ProcessGroup | None) -> Any:
+    """Returns rank 0's state, None elsewhere, on all ranks; read as `load` reads. Collective."""
+    file = io.BytesIO()
+    if state is not None:
+        torch.save(state, file)
+    data = [file.getvalue()]
+    dist.broadcast_object_list(data, 0, group=group)
+    if state is not None or not data[0]:
+        return state
+    return torch.load(io.BytesIO(data[0]), weights_only=True)
 
 
 def files(folder: Path) -> list[Path]:

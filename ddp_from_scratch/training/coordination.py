@@ -16,10 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import ddp_from_scratch
+import ddp_from_scratch as ddp
 from ddp_from_scratch import PeerError, UsageError, World
-from ddp_from_scratch.common.group import wait
-from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
 
@@ -44,7 +42,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
         mine = error
     # Otherwise the other ranks would wait for one that is gone.
     failed = torch.tensor([int(mine is not None)])
-    wait(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
+    ddp.wait(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
     if not failed.item():
         return
     texts = gather_objects(str(mine) if mine else None, group)
@@ -104,7 +102,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of the code that this rank runs."""
     # Another torch may round or communicate differently.
     source = hashlib.sha256()
-    folder = Path(ddp_from_scratch.__file__).parent
+    folder = Path(ddp.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         source.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
     installed = list(metadata.distributions(name="torchvision"))  # optional
@@ -154,7 +152,7 @@ class StopSignal:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._received and isinstance(error, Exception) and is_communication_error(error):
+        if self._received and isinstance(error, Exception) and ddp.is_communication_error(error):
             # A rank exited before agreeing on a step with this one, which exits as asked, too.
             signal.signal(self._received, signal.SIG_DFL)
             os.kill(os.getpid(), self._received)
@@ -178,7 +176,7 @@ class StopSignal:
     def answer(self) -> tuple[int, int, int]:
         """Waits for the highest of each over all ranks: signal (0: none), loss, is over."""
         assert self._handle is not None, "answer() without ask()"
-        wait(self._handle)
+        ddp.wait(self._handle)
         number, not_finite, is_over = self._flags.tolist()
         return number, not_finite, is_over
 

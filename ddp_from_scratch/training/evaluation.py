@@ -10,7 +10,6 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import UsageError, World
-from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     open_dataset,
@@ -21,7 +20,6 @@ from ddp_from_scratch.training.datasets import make_loader
 from ddp_from_scratch.training.models import autocast, make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world.elastic import broadcast_state
 
 
 @torch.no_grad()
@@ -36,7 +34,7 @@ def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: s
             outputs = model(images.to(world.device, non_blocking=True))
         totals[0] += (outputs.argmax(1) == labels).sum()
         totals[1] += len(labels)
-    wait(dist.all_reduce(totals, async_op=True))
+    ddp.wait(dist.all_reduce(totals, async_op=True))
     correct, count = totals.tolist()
     return float(correct / count)
 
@@ -47,7 +45,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     with raise_on_all_ranks(group):
         if world.rank == 0:
             state = checkpoint.load(path)
-    state = broadcast_state(state, 0, group)
+    state = checkpoint.broadcast(state, group)
     with raise_on_all_ranks(group):
         model = make_model(**state["model_spec"])
         checkpoint.check_model(state, model, path)

@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,6 @@ from torch.utils.data import DataLoader
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import CommunicationError, PeerError, StragglerReport, UsageError, World
-from ddp_from_scratch.common.group import wait
-from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     LossWatch,
@@ -39,7 +38,6 @@ from ddp_from_scratch.training.models import autocast, make_model
 from ddp_from_scratch.training.optimizers import hidden_matrices, make_optimizer
 from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world.elastic import Membership, broadcast_state
 
 _HOOKS = {"bf16": ddp.comm_hooks.bf16_compress_hook, "fp16": ddp.comm_hooks.fp16_compress_hook}
 
@@ -47,9 +45,12 @@ _HOOKS = {"bf16": ddp.comm_hooks.bf16_compress_hook, "fp16": ddp.comm_hooks.fp16
 class Trainer:
     """A training run on this rank: epochs of steps, each with an evaluation and a checkpoint.
 
-    The constructor makes the data, the model, the Reducer and the optimizer, or restores them from
-    a checkpoint or another rank. `run` trains to the end. With --elastic both begin again from the
-    last step that a rank finished when another rank is lost.
+    The constructor makes the data, the model, the Reducer and the optimizer, and restores them from
+    a checkpoint. `run` trains to the end.
+
+    With --elastic the process is alone in the constructor. It meets the others in `run`, and again
+    whenever a rank is lost (`_on_regroup`). `ddp.elastic` then gives all ranks the parameters, the
+    optimizer's state and the position (`state_dict`) of the rank that is ahead.
     """
 
     def __init__(self, settings: Settings, world: World) -> None:
@@ -78,20 +79,17 @@ class Trainer:
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
             if settings.optimizer == "muon":
                 hidden_matrices(self.model, settings.model)
-            # With --elastic this process is alone until `_begin`.
-            max_world_size = settings.virtual_ranks or 1
-            self.membership: Membership = Membership(world, max_world_size, settings.timeout)
-            if not self.membership.elastic:
-                self._open_outputs()
-        state, compressed = self._retry_rendezvous(self._begin)
+            # Without the agent that replaces lost ranks, a run of one rank is as any other.
+            elastic = settings.elastic and world.launcher != "none"
+            if not elastic:
+                self._open_outputs(settings.resume)
+        state, compressed = (None, None) if elastic else self._begin()
         self._make_reducer_and_optimizer(state)
         # This epoch's sums, as in `_count`: of this rank, or with --elastic of all ranks, since a
         # lost rank cannot be asked for its own.
         self.totals: torch.Tensor = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.losses: LossWatch = LossWatch(world.rank, world.device)
         self.saved_as: Path | None = None
-        # When this rank left the last group and when it joined the next; None once reported.
-        self.regrouped: tuple[float, float, int] | None = None
         self.images_per_second: float = 0.0
         self.test_accuracy: float = math.nan
         if state is not None:
@@ -100,7 +98,19 @@ class Trainer:
             self._restore_power_sgd(compressed)
         if settings.virtual_ranks is not None:
             self.reducer.set_step(self.global_step, settings.seed)
-        self.membership.note_state()
+        self._elastic = (
+            None
+            if not elastic
+            else ddp.elastic(
+                world,
+                self.reducer,
+                self.optimizer,
+                self.scaler,
+                self,
+                timeout=settings.timeout,
+                on_regroup=self._on_regroup,
+            )
+        )
 
     def _make_loaders(self) -> None:
         """Makes the loaders of this rank's images."""
@@ -110,13 +120,11 @@ class Trainer:
         assert isinstance(self.train.sampler, StepSampler)
         self.sampler: StepSampler = self.train.sampler
 
-    def _open_outputs(self) -> None:
+    def _open_outputs(self, resume: str | None) -> None:
         """Opens the folders for checkpoints and metrics on rank 0, the only rank that writes."""
         folder = self.settings.checkpoint_dir
         self.writes = self.world.rank == 0
         if folder is not None and self.writes:
-            # A rank that takes over continues with the lost rank's checkpoints.
-            resume = "auto" if self.membership.is_new_leader else self.settings.resume
             self.until_end.enter_context(checkpoint.prepare_folder(folder, resume=resume))
         self.metrics: MetricsWriter = MetricsWriter(self.settings.log_dir if self.writes else None)
 
@@ -157,21 +165,14 @@ class Trainer:
 
     def run(self) -> int:
         """Trains, and prints the result; returns 0, or the signal that ended all ranks early."""
-        began = time.monotonic()
-        with self.until_end, StopSignal(self.group) as stop:
-            while True:
-                try:
-                    number = self._train(stop)
-                    break
-                except Exception as error:  # noqa: BLE001  # raised again where it ends the run
-                    left = time.monotonic()
-                    if self.membership.elastic:
-                        # Unfinished collectives would hold the lost group's connections.
-                        stop.drop()
-                        self.reducer.abort_step()
-                    self._rejoin(error)
-                kept = self._retry_rendezvous(self._continue)
-                self.regrouped = left, time.monotonic(), kept
+        with self.until_end:
+            if self._elastic is not None:
+                # Meets the others. Until then a signal ends the process: there is nothing to save.
+                self._elastic.repeat(lambda: None)
+            began = time.monotonic()
+            with StopSignal(self.group) as stop:
+                train = partial(self._train, stop)
+                number = train() if self._elastic is None else self._elastic.repeat(train)
         if number:
             return number
         seconds, settings = time.monotonic() - began, self.settings
@@ -189,9 +190,16 @@ class Trainer:
 
     def _train(self, stop: StopSignal) -> int:
         """Trains to the end; returns the signal that stopped the run, or 0."""
+        try:
+            return self._train_epochs(stop)
+        finally:
+            stop.drop()  # an unfinished exchange would hold the connections to a lost rank
+
+    def _train_epochs(self, stop: StopSignal) -> int:
         number = 0
         self.test_accuracy = math.nan
-        if self.membership.changed and self.epoch and not self.step:
+        in_later_group = self._elastic is not None and self._elastic.generation > 1
+        if in_later_group and self.epoch and not self.step:
             # A rank may have been lost while the last checkpoint was written.
             self._save()
         while self.epoch < self.settings.epochs and not number:
@@ -230,11 +238,10 @@ class Trainer:
         title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
         for _ in self.report.progress(range(first, self.sampler.steps_per_epoch), title):
             # Overlaps with the step, so it has the losses of earlier steps only.
-            stop.ask(self.losses.known(), self.membership.is_over)
+            is_over = self._elastic is not None and self._elastic.is_over
+            stop.ask(self.losses.known(), is_over)
             self._step(batches)
-            if self.regrouped is not None:  # after the first step in the new group
-                self._report_regrouped(*self.regrouped)
-                self.regrouped = None
+            self._report_regrouping()
             if number := self._answer(stop):
                 return number
         if self.world.device.type == "cuda":
@@ -254,8 +261,8 @@ class Trainer:
         else:
             of_each = self.reducer.run_virtual_ranks(lambda _: self._backward(batches))
             totals = torch.stack(of_each).sum(0)
-        if self.membership.elastic:
-            wait(dist.all_reduce(totals, async_op=True))
+        if self._elastic is not None:
+            ddp.wait(dist.all_reduce(totals, async_op=True))
         # Muon's step communicates, but before it changes anything. Nothing communicates after that,
         # so a step that a lost rank aborts changes nothing.
         if not self.steps_in_backward:
@@ -268,6 +275,7 @@ class Trainer:
             self.power_sgd.rescale(scale / before)
         self.step += 1
         self.global_step += 1
+        self._note_progress()
 
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
         """Runs `accumulate` batches of this rank, or of one virtual rank; returns their count."""
@@ -335,6 +343,7 @@ class Trainer:
         # Set before the checkpoint, from which a resumed run starts the next epoch.
         self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
+        self._note_progress()
         self._save()
         return 0
 
@@ -342,7 +351,7 @@ class Trainer:
         """Returns the sum of all ranks' totals. Collective."""
         # A copy, because later steps need this rank's own.
         totals = self.totals.clone()
-        if not self.membership.elastic:
+        if self._elastic is None:
             dist.all_reduce(totals)
         return totals
 
@@ -377,8 +386,11 @@ class Trainer:
         if not self._timeline.has_picture:
             self.report.line("no picture: that takes matplotlib (pip install matplotlib)")
 
-    def _report_regrouped(self, left: float, met: float, kept: int) -> None:
-        """Reports a group that was left and the next one joined at these times."""
+    def _report_regrouping(self) -> None:
+        """Reports the first step in another group."""
+        if self._elastic is None or self._elastic.regrouping is None:
+            return
+        (left, met, kept), self._elastic.regrouping = self._elastic.regrouping, None
         ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
         of = f"{kept} of its {self.reducer.virtual_rank_count} virtual ranks were kept"
         self.report.line(
@@ -449,7 +461,7 @@ class Trainer:
         self.step = min(state["images"] // self.sampler.global_batch_size, per_epoch)
         self.global_step = self.epoch * per_epoch + self.step
         # The saved totals are those of all ranks: restored on one rank, their sum stays right.
-        if (self.world.rank == 0 or self.membership.elastic) and self.step == state["step"]:
+        if self.world.rank == 0 and self.step == state["step"]:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank], self.world.device)
@@ -491,28 +503,24 @@ class Trainer:
             self.power_sgd.load_state_dict(self.model, mine[0])
             self.power_sgd.rescale(self.scaler.get_scale() / mine[0]["loss_scale"])
 
-    # Where ranks meet, at first and after a loss --------------------------------------------------
-
     def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
-        """Returns the state to start from or None, and its "compression" on rank 0. Collective.
-
-        A rank that joins a run gets another rank's state; otherwise it is that of a checkpoint.
-        """
-        if self.membership.elastic and (state := self._meet()) is not None:
-            return state, None
+        """Returns the state to start from or None, and its "compression" on rank 0. Collective."""
         ddp.broadcast_parameters(self.model)
-        settings, state, compressed = self.settings, None, None
         # From here on each rank draws its own random numbers: the models are equal by now.
-        if settings.virtual_ranks is None:
-            seed_generators(settings.seed + self.world.rank)
+        if self.settings.virtual_ranks is None:
+            seed_generators(self.settings.seed + self.world.rank)
+        state = self._find_checkpoint()
+        # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
+        compressed = None if state is None else state.pop("compression", None)
+        return checkpoint.broadcast(state, self.group), compressed
+
+    def _find_checkpoint(self) -> checkpoint.State | None:
+        """Returns the checkpoint to continue from, if any, on rank 0; else None. Collective."""
+        settings, state = self.settings, None
         with raise_on_all_ranks(self.group):
             if self.world.rank == 0:
                 spec, model = self.model_spec, self.model
                 state = checkpoint.find_checkpoint(settings, spec, model, self.report)
-                # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
-                if state is not None:
-                    compressed = state.pop("compression", None)
-        state = broadcast_state(state, 0, self.group)
         if state is not None:
             changes = settings.changes_since(state["settings"])
             now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}
@@ -520,48 +528,40 @@ class Trainer:
             changes += [f"{k} {state[k]} -> {v}" for k, v in now.items() if state[k] != v]
             if changes:
                 self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
-        return state, compressed
+        return state
 
-    def _continue(self) -> int:
-        """Meets the remaining ranks at the last step that any finished; returns `set_step`'s."""
-        state = self._meet()
-        if state is not None:
-            self._restore(state)
-        return self.reducer.set_step(self.global_step, self.settings.seed, keep=state is None)
+    # With --elastic -------------------------------------------------------------------------------
 
-    def _meet(self) -> checkpoint.State | None:
-        """Opens the next generation's group with this rank in it. Collective.
-
-        Returns the state of the rank that is ahead; None if all are equal or at the start.
-        """
-        meeting = self.membership.meet(self.global_step + self.epoch)
-        self.world = self.membership.world
+    def _on_regroup(self, has_state: bool) -> None:
+        """Takes this rank's place in another group, in which no rank may have a state yet."""
+        assert self._elastic is not None, "which calls this"
+        self.world = self._elastic.world
         self.report.is_rank_0 = self.world.rank == 0
         with raise_on_all_ranks(self.group):
             self._make_loaders()
             if not self.writes:
-                self._open_outputs()
-        if meeting.source is None or meeting.same_state:
-            return None
-        mine = None
-        if self.world.rank == meeting.source:
-            mine = self._state(self.optimizer.state_dict()) | {"rng": [], "totals": self.totals}
-        found: checkpoint.State = broadcast_state(mine, meeting.source)
-        return found
+                # A rank that takes over continues with the lost rank's checkpoints.
+                self._open_outputs("auto" if has_state else self.settings.resume)
+        if not has_state and (state := self._find_checkpoint()) is not None:
+            self._restore(state)
+            self._restore_power_sgd(state.get("compression"))
+            self._note_progress()
 
-    def _retry_rendezvous(self, meet: Callable[[], Any]) -> Any:
-        while True:
-            try:
-                return meet()
-            except Exception as error:  # noqa: BLE001  # raised again where it ends the run
-                self._rejoin(error)
+    def _note_progress(self) -> None:
+        if self._elastic is not None:
+            self._elastic.step = self.global_step + self.epoch
+            self._elastic.epochs = self.epoch
 
-    def _rejoin(self, error: Exception) -> None:
-        """Leaves the group after the loss of a rank; reraises any other error."""
-        if not self.membership.elastic or not is_communication_error(error):
-            self.membership.note_failure(self.global_step + self.epoch, error)
-            raise error
-        self.membership.rejoin(error)
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position of the run, for a rank that is behind or joins."""
+        position = {"epoch": self.epoch, "step": self.step, "global_step": self.global_step}
+        return position | {"totals": self.totals}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over another rank's position."""
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.global_step = state["global_step"]
+        self.totals.copy_(state["totals"])
 
 
 class _Stopped(Exception):
