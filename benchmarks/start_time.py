@@ -22,8 +22,9 @@ from tqdm import tqdm
 from benchmarks.harness.report import make_parser, write
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import Samples, text_table
-from ddp_from_scratch.launch.environment import MOST_HERE, mpirun_command
+from ddp_from_scratch.launch.environment import mpirun_command
 from ddp_from_scratch.launch.rank_process import run_to_exit
+from ddp_from_scratch.training.settings import MOST_HERE
 
 REFERENCE = 'python -c "import torch"'
 _TRAIN = ["-m", "ddp_from_scratch", "--epochs", "1", "--quiet"]

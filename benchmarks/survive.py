@@ -44,8 +44,8 @@ import torch
 from benchmarks.harness.report import draw_progress, make_parser, write
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.bench.results import text_table
-from ddp_from_scratch.launch.environment import MOST_HERE
 from ddp_from_scratch.launch.rank_process import run_to_exit
+from ddp_from_scratch.training.settings import MOST_HERE
 
 _CONTINUING = re.compile(
     r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms(?: \((\d+) of)?"

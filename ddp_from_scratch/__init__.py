@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 from ddp_from_scratch.common import log as _log  # noqa: F401  # before a program configures logging
 
 if TYPE_CHECKING:
-    from ddp_from_scratch.common.errors import CommunicationError, UsageError
+    from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
+    from ddp_from_scratch.common.group import wait
     from ddp_from_scratch.launch.claim import environment_without_rank
-    from ddp_from_scratch.launch.start import start_ranks
+    from ddp_from_scratch.launch.environment import launcher
+    from ddp_from_scratch.launch.rank_process import is_communication_error
+    from ddp_from_scratch.launch.start import start_mpirun, start_ranks
     from ddp_from_scratch.optim.flat_optimizer import SGD, Adam, AdamW
     from ddp_from_scratch.optim.muon import Muon
     from ddp_from_scratch.options import comm_hooks, power_sgd
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from ddp_from_scratch.torch_ddp.join import JoinableReducer, join
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
+    from ddp_from_scratch.watch.stragglers import StragglerReport
     from ddp_from_scratch.watch.timeline import timeline
     from ddp_from_scratch.world.elastic import elastic
     from ddp_from_scratch.world.world import World, process_group
@@ -45,7 +49,9 @@ __all__ = [
     "DistributedDataParallel",
     "JoinableReducer",
     "Muon",
+    "PeerError",
     "Reducer",
+    "StragglerReport",
     "SyncBatchNorm",
     "UsageError",
     "World",
@@ -57,11 +63,15 @@ __all__ = [
     "convert_sync_batchnorm",
     "elastic",
     "environment_without_rank",
+    "is_communication_error",
     "join",
+    "launcher",
     "power_sgd",
     "process_group",
+    "start_mpirun",
     "start_ranks",
     "timeline",
+    "wait",
 ]
 
 # Imported when first asked for (PEP 562): what starts ranks, or prints --help, needs no torch.
@@ -73,7 +83,9 @@ _MODULES = {
     "DistributedDataParallel": "torch_ddp.wrapper",
     "JoinableReducer": "torch_ddp.join",
     "Muon": "optim.muon",
+    "PeerError": "common.errors",
     "Reducer": "reducer",
+    "StragglerReport": "watch.stragglers",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "common.errors",
     "World": "world.world",
@@ -85,11 +97,15 @@ _MODULES = {
     "convert_sync_batchnorm": "sync.sync_batch_norm",
     "elastic": "world.elastic",
     "environment_without_rank": "launch.claim",
+    "is_communication_error": "launch.rank_process",
     "join": "torch_ddp.join",
+    "launcher": "launch.environment",
     "power_sgd": "options.power_sgd",
     "process_group": "world.world",
+    "start_mpirun": "launch.start",
     "start_ranks": "launch.start",
     "timeline": "watch.timeline",
+    "wait": "common.group",
 }
 
 

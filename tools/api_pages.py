@@ -19,7 +19,7 @@ PACKAGE = ROOT / "ddp_from_scratch"
 _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("process_group", "World"), "docs/how-to/start.md"),
     (("broadcast_parameters", "broadcast_buffers"), "docs/how-to/buckets.md"),
-    (("Reducer",), "README.md"),
+    (("Reducer", "StragglerReport"), "README.md"),
     (("SGD", "Adam", "AdamW"), "docs/how-to/optimizers.md"),
     (("Muon",), "docs/how-to/optimizers.md"),
     (("DistributedDataParallel",), "docs/how-to/torch-ddp.md"),
@@ -29,11 +29,14 @@ _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("broadcast_optimizer_state",), "docs/how-to/checkpoints.md"),
     (("check_sync",), "docs/how-to/find-faults.md"),
     (("convert_sync_batchnorm", "SyncBatchNorm"), "docs/how-to/models.md"),
-    (("start_ranks",), "docs/how-to/start.md"),
+    (("start_ranks", "start_mpirun", "launcher"), "docs/how-to/start.md"),
     (("environment_without_rank",), "docs/how-to/start.md"),
-    (("elastic",), "docs/how-to/elastic.md"),
+    (("elastic", "wait"), "docs/how-to/elastic.md"),
     (("timeline",), "docs/how-to/timeline.md"),
-    (("UsageError", "CommunicationError"), "docs/reference.md"),
+    (
+        ("UsageError", "PeerError", "CommunicationError", "is_communication_error"),
+        "docs/reference.md",
+    ),
 ]
 ENTRIES = {names[0]: names for names, _ in _ENTRIES}
 ENTRY_OF = {name: entry for entry, names in ENTRIES.items() for name in names}

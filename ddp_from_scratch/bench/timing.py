@@ -29,9 +29,9 @@ from ddp_from_scratch.bench.contenders import (
 from ddp_from_scratch.bench.results import NO_COMMUNICATION, Run, Samples, content_of, disturbance
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.errors import needs_extra
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.sync.check_sync import check_sync
+from ddp_from_scratch.training.errors import needs_extra
 from ddp_from_scratch.world.world import process_group
 
 with needs_extra("train"):

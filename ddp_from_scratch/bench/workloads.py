@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_from_scratch.common.errors import UsageError, needs_extra, one_line
+from ddp_from_scratch.common.errors import UsageError, one_line
+from ddp_from_scratch.training.errors import needs_extra
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 

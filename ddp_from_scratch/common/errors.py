@@ -1,7 +1,6 @@
 """Exceptions for a mistake by the user, a mistake on another rank, and failed communication."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 # What to do about a Reducer that no longer fits its module.
 AGAIN = "call remove() on the Reducer and make a new one, on every rank"
@@ -37,18 +36,3 @@ def shortened(names: Sequence[str], most: int = 10) -> str:
     """Joins at most `most` names, and says how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-@contextmanager
-def needs_extra(name: str) -> Iterator[None]:
-    """Turns a failed import of an optional package into one line that says what to install."""
-    install = f'pip install "ddp_from_scratch[{name}]"'
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{error}: {install}") from error
-    except RuntimeError as error:  # torchvision built for another torch
-        raise UsageError(
-            f"{one_line(error)}: torch and torchvision must come as a pair from one index, then "
-            f"{install}"
-        ) from error

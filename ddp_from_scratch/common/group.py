@@ -158,7 +158,15 @@ def failure_detector() -> Callable[[], bool]:
 
 
 def wait(work: dist.Work | None) -> None:
-    """Waits for a collective; raises if a rank has left the default group."""
+    """Waits for a collective of the default group: `ddp.wait(dist.all_reduce(t, async_op=True))`.
+
+    Where lost ranks are replaced (`ddp.elastic`), gloo may not end a collective of a lost rank
+    before the group's timeout. This function does, in half a second.
+
+    Raises:
+        CommunicationError: a rank has left the group.
+        ValueError: the collective was started outside of its group.
+    """
     work = of_member(work)
     if _is_broken is None:
         work.wait()

@@ -31,7 +31,6 @@ TERMINAL = "DDP_TERMINAL_"  # with suffix 1 or 2: the terminal behind standard o
 BACKENDS = ("gloo", "nccl", "mpi")
 
 MAX_TIMEOUT = 1e6  # in seconds; the backends count in milliseconds and overflow far above it
-MOST_HERE = 1024  # processes or threads on one machine; more is a typing mistake
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,13 @@ _LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 ALONE = Placement(0, 1, 0, 1, 0, "none")
 
 
-def launcher(environ: Mapping[str, str] = os.environ) -> str:
-    """The launcher of this process: "torchrun", "mpirun", "srun" or "none"."""
+def launcher(environ: Mapping[str, str] | None = None) -> str:
+    """Returns what has started this process: "torchrun", "mpirun", "srun" or "none".
+
+    "torchrun" also stands for `start_ranks` and for anything else that sets its variables. Reads
+    variables only, by default this process's, so it needs neither a group nor torch.
+    """
+    environ = os.environ if environ is None else environ
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return "torchrun"
     # mpirun before srun: in a Slurm job srun's variables may describe the daemon of mpirun.
@@ -170,29 +174,6 @@ def slurm_first_host(nodes: str) -> str:
     if first is None:
         raise UsageError(f"cannot read SLURM_STEP_NODELIST={nodes!r}: set MASTER_ADDR instead")
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
-
-
-def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
-    """Parses `--nproc`: "2" for one machine, "8,2" for one with 8 processes and one with 2."""
-    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
-        raise UsageError(
-            f"--nproc must be a number of processes, 1 or more, or one for each machine such as "
-            f"8,2; got {text!r}"
-        )
-    # Nine digits are already too many processes, and Python refuses to convert thousands of digits.
-    counts = tuple(int(part[:9]) for part in text.split(","))
-    if max(counts) > MOST_HERE:
-        raise UsageError(f"--nproc must be at most {MOST_HERE:,} for a machine, got {text[:40]}")
-    if len(counts) == 1 and node_rank:
-        raise UsageError(
-            f"--node-rank {node_rank} is for several machines, with a count for each as in "
-            f"--nproc 8,2; got --nproc {text}"
-        )
-    if not 0 <= node_rank < len(counts):
-        raise UsageError(
-            f"--node-rank must be 0 to {len(counts) - 1} with --nproc {text}, got {node_rank}"
-        )
-    return counts
 
 
 def rank_environments(counts: Sequence[int], node_rank: int) -> list[dict[str, str]]:

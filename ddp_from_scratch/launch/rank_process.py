@@ -165,7 +165,10 @@ def _end() -> NoReturn:
 
 
 def is_communication_error(error: Exception) -> bool:
-    """True for an error that only says that a peer is gone. The peer itself has reported why."""
+    """True for an error that only says that a peer is gone. The peer itself has reported why.
+
+    gloo and NCCL have no class of their own for it.
+    """
     # gloo raises plain RuntimeErrors that begin with a place in its source, except after a timeout.
     said_by_gloo = r"\[[^]]*/gloo/|Gloo |Application timeout caused pair closure"
     if isinstance(error, RuntimeError) and re.match(said_by_gloo, str(error)):

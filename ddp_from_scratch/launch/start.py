@@ -178,7 +178,20 @@ def _check_job(counts: Sequence[int], max_restarts: int | None, stdin: int | Non
 
 
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
-    """Runs `mpirun -n NPROC COMMAND` on this machine; returns its exit code."""
+    """Runs `mpirun -n nproc command` on this machine, and waits for it.
+
+    The parent forwards Ctrl-C and SIGTERM, which Open MPI passes on to the ranks as SIGUSR1.
+
+    Args:
+        nproc: the number of ranks.
+        command: the program and its arguments, as for `start_ranks`.
+
+    Returns:
+        mpirun's exit code.
+
+    Raises:
+        UsageError: there is no mpirun.
+    """
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
     for stream in (1, 2):

@@ -7,7 +7,9 @@ A file gets its final name only when it is complete; the digest detects later da
 
 import fcntl
 import hashlib
+import io
 import os
+import random
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,10 +17,10 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.errors import UsageError, one_line
-from ddp_from_scratch.common.random import generator_states, set_generator_states
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.training.errors import one_line
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 
@@ -149,6 +151,18 @@ def load(path: Path) -> State:
     return state
 
 
+def broadcast(state: State | None, group: dist.ProcessGroup | None) -> Any:
+    """Returns rank 0's state, None elsewhere, on all ranks; read as `load` reads. Collective."""
+    file = io.BytesIO()
+    if state is not None:
+        torch.save(state, file)
+    data = [file.getvalue()]
+    dist.broadcast_object_list(data, 0, group=group)
+    if state is not None or not data[0]:
+        return state
+    return torch.load(io.BytesIO(data[0]), weights_only=True)
+
+
 def files(folder: Path) -> list[Path]:
     """Lists the checkpoints in a folder, newest first."""
     names = folder.glob("checkpoint-*.pt")
@@ -224,23 +238,27 @@ def check_model(state: State, model: torch.nn.Module, path: Path) -> None:
             )
 
 
-def rng_state() -> State:
-    """Returns the states of this process's random generators: torch, CUDA, Python and numpy."""
-    cpu, cuda, python, (name, keys, *rest) = generator_states()
-    # As a tensor, because `load` unpickles only tensors and plain values.
-    numpy = name, torch.from_numpy(np.array(keys, np.int64)), *rest
-    return {"torch": cpu, "cuda": cuda, "python": python, "numpy": numpy}
+def rng_state(device: torch.device) -> State:
+    """Returns the states of the random generators: torch's, the device's, Python's and numpy's."""
+    gpu = torch.get_device_module(device) if device.type == "cuda" else None
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": None if gpu is None else gpu.get_rng_state(device),
+        "python": random.getstate(),
+        # As a tensor, because `load` unpickles only tensors and plain values.
+        "numpy": (name, torch.from_numpy(np.array(keys, np.int64)), *rest),
+    }
 
 
-def set_rng_state(state: State) -> None:
+def set_rng_state(state: State, device: torch.device) -> None:
     """Restores the generators to what `rng_state` has returned."""
-    cuda, numpy = state["cuda"] if gpu.count() else None, _numpy_state(state["numpy"])
-    set_generator_states((state["torch"], cuda, state["python"], numpy))
-
-
-def _numpy_state(saved: tuple[Any, ...]) -> tuple[Any, ...]:
-    name, keys, *rest = saved
-    return name, keys.numpy().astype(np.uint32), *rest
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and state["cuda"] is not None:
+        torch.get_device_module(device).set_rng_state(state["cuda"], device)
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
 
 
 def _reason(error: BaseException) -> str:

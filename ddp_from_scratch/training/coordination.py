@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,18 +12,21 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-import ddp_from_scratch
-from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.errors import PeerError, UsageError
-from ddp_from_scratch.common.group import gather_objects, wait
-from ddp_from_scratch.common.random import seed_generators
-from ddp_from_scratch.launch.rank_process import is_communication_error
+import ddp_from_scratch as ddp
+from ddp_from_scratch import PeerError, UsageError, World
 from ddp_from_scratch.training.datasets import ImageData, load_dataset
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.world.world import World
+
+
+def gather_objects(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Returns every rank's object, by rank. Collective."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 @contextmanager
@@ -38,7 +42,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
         mine = error
     # Otherwise the other ranks would wait for one that is gone.
     failed = torch.tensor([int(mine is not None)])
-    wait(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
+    ddp.wait(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
     if not failed.item():
         return
     texts = gather_objects(str(mine) if mine else None, group)
@@ -75,6 +79,14 @@ def prepare_process(
     return group
 
 
+def seed_generators(seed: int) -> None:
+    """Seeds every generator that a model may use: torch's (also on GPUs), Python's, numpy's."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    # A seed may have more bits than the 32 that numpy takes.
+    np.random.seed(np.random.SeedSequence(seed).generate_state(8))
+
+
 def _require_same(must_match: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
     """Raises on every rank if values differ from rank 0's, and names the first. Collective."""
     everyone = gather_objects(dict(must_match), group)
@@ -90,7 +102,7 @@ def versions() -> dict[str, str]:
     """Returns the versions of the code that this rank runs."""
     # Another torch may round or communicate differently.
     source = hashlib.sha256()
-    folder = Path(ddp_from_scratch.__file__).parent
+    folder = Path(ddp.__file__).parent
     for file in sorted(folder.rglob("*.py")):
         source.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
     installed = list(metadata.distributions(name="torchvision"))  # optional
@@ -140,7 +152,7 @@ class StopSignal:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._received and isinstance(error, Exception) and is_communication_error(error):
+        if self._received and isinstance(error, Exception) and ddp.is_communication_error(error):
             # A rank exited before agreeing on a step with this one, which exits as asked, too.
             signal.signal(self._received, signal.SIG_DFL)
             os.kill(os.getpid(), self._received)
@@ -164,7 +176,7 @@ class StopSignal:
     def answer(self) -> tuple[int, int, int]:
         """Waits for the highest of each over all ranks: signal (0: none), loss, is over."""
         assert self._handle is not None, "answer() without ask()"
-        wait(self._handle)
+        ddp.wait(self._handle)
         number, not_finite, is_over = self._flags.tolist()
         return number, not_finite, is_over
 
@@ -195,7 +207,7 @@ class LossWatch:
         # memory makes the copy asynchronous; the event marks its end.
         self._arrived = self._first
         self._event: torch.Event | None = None
-        if gpu.is_gpu(device):
+        if device.type == "cuda":
             self._arrived = torch.zeros((), dtype=torch.int64, pin_memory=True)
             self._event = torch.Event(device)
 

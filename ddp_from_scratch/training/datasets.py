@@ -22,11 +22,9 @@ import torch
 from torch import multiprocessing
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.errors import UsageError, needs_extra, one_line
+from ddp_from_scratch import UsageError, World
+from ddp_from_scratch.training.errors import needs_extra, one_line
 from ddp_from_scratch.training.settings import DATASETS, Settings
-from ddp_from_scratch.virtual_ranks.tree_reduction import virtual_rank_range
-from ddp_from_scratch.world.world import World
 
 Sample: TypeAlias = tuple[torch.Tensor, int]
 """One image, float32 of shape (channels, image_size, image_size), and its label."""
@@ -200,8 +198,9 @@ class StepSampler(Sampler[int]):
                     f"--virtual-ranks must be at least the number of ranks, {world.world_size}, "
                     f"got {parts}"
                 )
-            mine = virtual_rank_range(parts, world.rank, world.world_size)
-            self._mine, of = list(mine[::-1]), "virtual ranks"
+            # As `Reducer.virtual_rank_range`, in the order in which the rank runs them.
+            first, end = (r * parts // world.world_size for r in (world.rank, world.rank + 1))
+            self._mine, of = [*range(first, end)][::-1], "virtual ranks"
         batches = size // (parts * batch_size)
         if batches == 0:
             raise UsageError(
@@ -266,7 +265,7 @@ def make_loader(
         batch_size=batch_size,
         sampler=sampler,
         num_workers=workers,
-        pin_memory=gpu.is_gpu(world.device),
+        pin_memory=world.device.type == "cuda",
         # The average weights all ranks equally, so all need the same number of batches of one size.
         # Padding would count images twice and end on a small batch, where batch norm may fail.
         drop_last=train,

@@ -1,62 +1,178 @@
-"""Trains a classifier: `backward()` in `Trainer._step` makes gradients ready. Tests one, too."""
+"""Trains a classifier: `backward()` in `Trainer._backward` makes gradients ready."""
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch.common import gpu
-from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
-from ddp_from_scratch.common.group import wait
+from ddp_from_scratch import CommunicationError, PeerError, StragglerReport, UsageError, World
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
+    LossWatch,
     StopSignal,
+    gather_objects,
     open_dataset,
     place_of,
     prepare_process,
     raise_on_all_ranks,
+    seed_generators,
 )
-from ddp_from_scratch.training.datasets import make_loader, most_test_batches
-from ddp_from_scratch.training.engine import Engine
-from ddp_from_scratch.training.models import make_model
-from ddp_from_scratch.training.report import Report
+from ddp_from_scratch.training.datasets import (
+    ImageData,
+    Sample,
+    StepSampler,
+    make_loader,
+    most_test_batches,
+)
+from ddp_from_scratch.training.evaluation import accuracy
+from ddp_from_scratch.training.models import autocast, make_model
+from ddp_from_scratch.training.optimizers import hidden_matrices, make_optimizer
+from ddp_from_scratch.training.report import MetricsWriter, Report
 from ddp_from_scratch.training.settings import Settings
-from ddp_from_scratch.watch.render import as_text
-from ddp_from_scratch.watch.timeline import TOO_FEW
-from ddp_from_scratch.world.elastic import broadcast_state
-from ddp_from_scratch.world.world import World
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_HOOKS = {"bf16": ddp.comm_hooks.bf16_compress_hook, "fp16": ddp.comm_hooks.fp16_compress_hook}
 
 
-class Trainer(Engine):
-    """A training run on this rank: epochs of steps, each with an evaluation and a checkpoint."""
+class Trainer:
+    """A training run on this rank: epochs of steps, each with an evaluation and a checkpoint.
+
+    The constructor makes the data, the model, the Reducer and the optimizer, and restores them from
+    a checkpoint. `run` trains to the end.
+
+    With --elastic the process is alone in the constructor. It meets the others in `run`, and again
+    whenever a rank is lost (`_on_regroup`). `ddp.elastic` then gives all ranks the parameters, the
+    optimizer's state and the position (`state_dict`) of the rank that is ahead.
+    """
+
+    def __init__(self, settings: Settings, world: World) -> None:
+        self.settings = settings
+        self.world: World = world
+        self.report: Report = Report(is_rank_0=world.rank == 0, quiet=settings.quiet)
+        group = prepare_process(settings, world, {"the command": "train"})
+        # For CPU tensors. None is the default group, which --elastic replaces.
+        self.group: dist.ProcessGroup | None = group if world.backend == "nccl" else None
+        self.images: ImageData = open_dataset(settings.dataset, settings, world, self.group)
+        # Open until `run` ends: the timeline, and the lock of the checkpoints' folder, since
+        # another run would remove this one's.
+        self.until_end: ExitStack = ExitStack()
+        self.writes: bool = False
+        self.epoch: int = 0
+        self.step: int = 0
+        self.global_step: int = 0
+        with raise_on_all_ranks(self.group):
+            self._make_loaders()
+            self.model_spec: dict[str, Any] = self.images.model_spec(settings.model)
+            # Built in the same way on every rank, then made equal to rank 0's.
+            self.model: torch.nn.Module = make_model(**self.model_spec).to(world.device)
+            if settings.sync_batch_norm:
+                ddp.convert_sync_batchnorm(self.model)
+                if not any(isinstance(layer, ddp.SyncBatchNorm) for layer in self.model.modules()):
+                    raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
+            if settings.optimizer == "muon":
+                hidden_matrices(self.model, settings.model)
+            # Without the agent that replaces lost ranks, a run of one rank is as any other.
+            elastic = settings.elastic and world.launcher != "none"
+            if not elastic:
+                self._open_outputs(settings.resume)
+        state, compressed = (None, None) if elastic else self._begin()
+        self._make_reducer_and_optimizer(state)
+        # This epoch's sums, as in `_count`: of this rank, or with --elastic of all ranks, since a
+        # lost rank cannot be asked for its own.
+        self.totals: torch.Tensor = torch.zeros(3, dtype=torch.float64, device=world.device)
+        self.losses: LossWatch = LossWatch(world.rank, world.device)
+        self.saved_as: Path | None = None
+        self.images_per_second: float = 0.0
+        self.test_accuracy: float = math.nan
+        if state is not None:
+            self._restore(state)
+            # Last, because it needs the restored scaler's scale.
+            self._restore_power_sgd(compressed)
+        if settings.virtual_ranks is not None:
+            self.reducer.set_step(self.global_step, settings.seed)
+        self._elastic = (
+            None
+            if not elastic
+            else ddp.elastic(
+                world,
+                self.reducer,
+                self.optimizer,
+                self.scaler,
+                self,
+                timeout=settings.timeout,
+                on_regroup=self._on_regroup,
+            )
+        )
+
+    def _make_loaders(self) -> None:
+        """Makes the loaders of this rank's images."""
+        images, settings, world = self.images, self.settings, self.world
+        self.train: DataLoader[Sample] = make_loader(images.train, settings, world, train=True)
+        self.test: DataLoader[Sample] = make_loader(images.test, settings, world, train=False)
+        assert isinstance(self.train.sampler, StepSampler)
+        self.sampler: StepSampler = self.train.sampler
+
+    def _open_outputs(self, resume: str | None) -> None:
+        """Opens the folders for checkpoints and metrics on rank 0, the only rank that writes."""
+        folder = self.settings.checkpoint_dir
+        self.writes = self.world.rank == 0
+        if folder is not None and self.writes:
+            self.until_end.enter_context(checkpoint.prepare_folder(folder, resume=resume))
+        self.metrics: MetricsWriter = MetricsWriter(self.settings.log_dir if self.writes else None)
+
+    def _make_reducer_and_optimizer(self, state: checkpoint.State | None) -> None:
+        settings, world = self.settings, self.world
+        self.reducer: ddp.Reducer = ddp.Reducer(
+            self.model,
+            bucket_cap_mb=settings.bucket_cap_mb,
+            overlap=settings.overlap,
+            shared_memory=settings.shared_memory,
+            gradient_as_bucket_view=True,
+            # Evaluation uses rank 0's running statistics on every rank.
+            sync_buffers=True,
+            check_every=settings.check_sync or None,
+            stall_after=settings.stall_after if settings.stall_after < math.inf else None,
+            ready_order=None if state is None else state["ready_order"],
+            virtual_ranks=settings.virtual_ranks,
+        )
+        self.power_sgd: ddp.power_sgd.PowerSGDState | None = None
+        if settings.compress == "powersgd":
+            assert settings.powersgd_rank is not None, "Settings has a default"
+            self.power_sgd = ddp.power_sgd.PowerSGDState(settings.powersgd_rank)
+            self.reducer.register_comm_hook(self.power_sgd, ddp.power_sgd.power_sgd_hook)
+        elif settings.compress is not None:
+            self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
+        self.optimizer: Any = make_optimizer(settings, self.model, self.reducer)
+        scales = settings.precision == "fp16"
+        plain = settings.virtual_ranks is None and settings.compress is None and not scales
+        self.steps_in_backward: bool = settings.shard != "none" and plain
+        if settings.stragglers is not None:
+            self.reducer.watch_stragglers(settings.stragglers, self._report_stragglers)
+        recording = settings.timeline and ddp.timeline(self.reducer, settings.timeline)
+        self._timeline = self.until_end.enter_context(recording or nullcontext())
+        # The scaler checks the averages, so an overflow on one rank makes all skip the step.
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(world.device.type, enabled=scales)
+
+    # The run --------------------------------------------------------------------------------------
 
     def run(self) -> int:
         """Trains, and prints the result; returns 0, or the signal that ended all ranks early."""
-        began = time.monotonic()
-        with self.lock, StopSignal(self.group) as stop:
-            while True:
-                try:
-                    number = self._train(stop)
-                    break
-                except Exception as error:  # noqa: BLE001  # raised again where it ends the run
-                    left = time.monotonic()
-                    if self.membership.elastic:
-                        # Unfinished collectives would hold the lost group's connections.
-                        stop.drop()
-                        self.reducer.abort_step()
-                    self._rejoin(error)
-                kept = self._retry_rendezvous(self._continue)
-                self.regrouped = left, time.monotonic(), kept
+        with self.until_end:
+            if self._elastic is not None:
+                # Meets the others. Until then a signal ends the process: there is nothing to save.
+                self._elastic.repeat(lambda: None)
+            began = time.monotonic()
+            with StopSignal(self.group) as stop:
+                train = partial(self._train, stop)
+                number = train() if self._elastic is None else self._elastic.repeat(train)
         if number:
             return number
         seconds, settings = time.monotonic() - began, self.settings
@@ -74,9 +190,16 @@ class Trainer(Engine):
 
     def _train(self, stop: StopSignal) -> int:
         """Trains to the end; returns the signal that stopped the run, or 0."""
+        try:
+            return self._train_epochs(stop)
+        finally:
+            stop.drop()  # an unfinished exchange would hold the connections to a lost rank
+
+    def _train_epochs(self, stop: StopSignal) -> int:
         number = 0
-        self.test_accuracy: float = math.nan
-        if self.membership.changed and self.epoch and not self.step:
+        self.test_accuracy = math.nan
+        in_later_group = self._elastic is not None and self._elastic.generation > 1
+        if in_later_group and self.epoch and not self.step:
             # A rank may have been lost while the last checkpoint was written.
             self._save()
         while self.epoch < self.settings.epochs and not number:
@@ -103,26 +226,6 @@ class Trainer(Engine):
             dist.barrier(group=self.group)
         return number
 
-    def _continue(self) -> int:
-        """Meets the remaining ranks at the last step that any finished; returns `set_step`'s."""
-        state = self._meet()
-        if state is not None:
-            self._restore(state)
-        return self.reducer.set_step(self.global_step, self.settings.seed, keep=state is None)
-
-    def _print_timeline(self) -> None:
-        if self.timeline is None:
-            return
-        self.timeline.close()  # collective
-        if self.timeline.record is None:
-            self.report.warning(TOO_FEW)
-            return
-        record, colours = self.timeline.record, self.report.colours
-        self.report.line("\n" + as_text(record, record.typical, colour=colours) + "\n")
-        self.report.line(f"timeline {self.timeline.folder}/timeline.html")
-        if not self.timeline.has_picture:
-            self.report.line("no picture: that takes matplotlib (pip install matplotlib)")
-
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the end of the epoch; returns the signal that stopped it, or 0."""
         self.model.train()
@@ -135,25 +238,16 @@ class Trainer(Engine):
         title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
         for _ in self.report.progress(range(first, self.sampler.steps_per_epoch), title):
             # Overlaps with the step, so it has the losses of earlier steps only.
-            stop.ask(self.losses.known(), self.membership.is_over)
+            is_over = self._elastic is not None and self._elastic.is_over
+            stop.ask(self.losses.known(), is_over)
             self._step(batches)
-            if self.regrouped is not None:
-                # After the first step in the new group.
-                (left, met, kept), self.regrouped = self.regrouped, None
-                ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
-                of = f"{kept} of its {self.reducer.virtual_rank_count} virtual ranks were kept"
-                self.report.line(
-                    f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: "
-                    f"another group after {1e3 * grouped:.0f} ms, the step after "
-                    f"{1e3 * repeated:.0f} ms{f' ({of})' if kept else ''}"
-                )
-                seconds = {"group_seconds": grouped, "step_seconds": repeated}
-                self.metrics.log(self.global_step, ranks=ranks, kept_virtual_ranks=kept, **seconds)
+            self._report_regrouping()
             if number := self._answer(stop):
                 return number
-        gpu.synchronize(self.world.device)
+        if self.world.device.type == "cuda":
+            torch.accelerator.synchronize(self.world.device)
         images = (self.step - first) * self.sampler.global_batch_size
-        self.images_per_second: float = images / (time.monotonic() - began)
+        self.images_per_second = images / (time.monotonic() - began)
         return 0
 
     def _step(self, batches: Iterator[Any]) -> None:
@@ -167,8 +261,8 @@ class Trainer(Engine):
         else:
             of_each = self.reducer.run_virtual_ranks(lambda _: self._backward(batches))
             totals = torch.stack(of_each).sum(0)
-        if self.membership.elastic:
-            wait(dist.all_reduce(totals, async_op=True))
+        if self._elastic is not None:
+            ddp.wait(dist.all_reduce(totals, async_op=True))
         # Muon's step communicates, but before it changes anything. Nothing communicates after that,
         # so a step that a lost rank aborts changes nothing.
         if not self.steps_in_backward:
@@ -180,18 +274,18 @@ class Trainer(Engine):
             # The next gradients have the new scale. The factor is a power of two, so it is exact.
             self.power_sgd.rescale(scale / before)
         self.step += 1
-        self.global_step: int = self.global_step + 1
+        self.global_step += 1
+        self._note_progress()
 
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
         """Runs `accumulate` batches of this rank, or of one virtual rank; returns their count."""
         settings, device = self.settings, self.world.device
-        dtype = _DTYPES[settings.precision]
         totals = torch.zeros_like(self.totals)
         for remaining in reversed(range(settings.accumulate)):
             images, labels = (t.to(device, non_blocking=True) for t in next(batches))
             # Only the last backward pass communicates: .grad then holds the sum of all passes.
             with self.reducer.no_sync() if remaining else nullcontext():
-                with torch.autocast(device.type, dtype, dtype != torch.float32):
+                with autocast(device, settings.precision):
                     outputs = self.model(images)
                     loss = cross_entropy(outputs, labels)
                 # Divided here, because gradients of several backward passes add up.
@@ -219,6 +313,8 @@ class Trainer(Engine):
             raise CommunicationError("the membership has changed")
         return number
 
+    # The end of an epoch --------------------------------------------------------------------------
+
     def _end_epoch(self, stop: StopSignal) -> int:
         """Evaluates, reports and saves; returns the signal that stopped the evaluation, or 0."""
         loss, correct, count = self._totals_of_all().tolist()
@@ -245,11 +341,19 @@ class Trainer(Engine):
             ranks = self.world.world_size
             self.report.result(f"parameters {checksum}, bit-identical on {ranks} ranks")
         # Set before the checkpoint, from which a resumed run starts the next epoch.
-        self.epoch: int = self.epoch + 1
-        self.step: int = 0
+        self.epoch, self.step = self.epoch + 1, 0
         self.totals.zero_()
+        self._note_progress()
         self._save()
         return 0
+
+    def _totals_of_all(self) -> torch.Tensor:
+        """Returns the sum of all ranks' totals. Collective."""
+        # A copy, because later steps need this rank's own.
+        totals = self.totals.clone()
+        if self._elastic is None:
+            dist.all_reduce(totals)
+        return totals
 
     def _evaluate(self, stop: StopSignal) -> int:
         """Sets `test_accuracy`; returns the signal that stopped the evaluation early, or 0."""
@@ -270,6 +374,195 @@ class Trainer(Engine):
             if number := self._answer(stop):
                 raise _Stopped(number)
 
+    def _print_timeline(self) -> None:
+        if self._timeline is None:
+            return
+        self._timeline.close()  # collective
+        if self._timeline.record is None:
+            self.report.warning("no timeline: too few steps")
+            return
+        self.report.line(f"\n{self._timeline.as_text(colour=self.report.colours)}\n")
+        self.report.line(f"timeline {self._timeline.folder}/timeline.html")
+        if not self._timeline.has_picture:
+            self.report.line("no picture: that takes matplotlib (pip install matplotlib)")
+
+    def _report_regrouping(self) -> None:
+        """Reports the first step in another group."""
+        if self._elastic is None or self._elastic.regrouping is None:
+            return
+        (left, met, kept), self._elastic.regrouping = self._elastic.regrouping, None
+        ranks, grouped, repeated = self.world.world_size, met - left, time.monotonic() - met
+        of = f"{kept} of its {self.reducer.virtual_rank_count} virtual ranks were kept"
+        self.report.line(
+            f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: "
+            f"another group after {1e3 * grouped:.0f} ms, the step after "
+            f"{1e3 * repeated:.0f} ms{f' ({of})' if kept else ''}"
+        )
+        seconds = {"group_seconds": grouped, "step_seconds": repeated}
+        self.metrics.log(self.global_step, ranks=ranks, kept_virtual_ranks=kept, **seconds)
+
+    def _report_stragglers(self, found: StragglerReport) -> None:
+        self.report.line(str(found))
+        late = {"straggler_rank": found.rank, "straggler_ms": found.late_ms}
+        # Called in the last backward pass of a step, before the step counts.
+        self.metrics.log(
+            self.global_step + 1,
+            images_per_second=1e3 * self.sampler.global_batch_size / max(found.step_ms, 1e-3),
+            step_ms=found.step_ms,
+            **{f"{phase}_ms": ms for phase, ms in found.others_ms.items()},
+            exposed_ms=found.exposed_ms,
+            averaged_bytes=sum(self.reducer.stats().bucket_bytes),
+            **(late if found.is_late else {}),
+        )
+
+    # Checkpoints ----------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        """Writes a checkpoint if one is asked for. Collective."""
+        if (folder := self.settings.checkpoint_dir) is None:
+            return
+        # Gathered first: inside `raise_on_all_ranks` rank 0 works alone.
+        generators: list[Any] = []
+        if self.settings.virtual_ranks is None:  # virtual ranks are seeded in each step
+            generators = gather_objects(checkpoint.rng_state(self.world.device), self.group)
+        compressed, totals = self._power_sgd_of_all(), self._totals_of_all()
+        of_all = {"rng": generators, "compression": compressed, "totals": totals}
+        of_optimizer = self.optimizer.state_dict()  # collective with --shard world
+        with raise_on_all_ranks(self.group):
+            if self.world.rank == 0:
+                self.saved_as = checkpoint.save(folder, self._state(of_optimizer) | of_all)
+
+    def _state(self, of_optimizer: dict[str, Any]) -> checkpoint.State:
+        """Returns the part of a checkpoint that is the same on every rank."""
+        batch = self.sampler.global_batch_size
+        return {
+            "model": self.model.state_dict(),
+            "model_spec": self.model_spec,
+            "optimizer": of_optimizer,
+            "scaler": self.scaler.state_dict(),
+            "ready_order": self.reducer.ready_order,
+            "epoch": self.epoch,
+            "step": self.step,
+            "images": self.step * batch,  # of this epoch's permutation
+            "settings": self.settings.as_saved(),
+            "world_size": self.world.world_size,
+            "global_batch_size": batch,
+        }
+
+    def _restore(self, state: checkpoint.State) -> None:
+        self.model.load_state_dict(state["model"])
+        # Momentum and weight decay come from the settings, like all else.
+        groups = {"param_groups": self.optimizer.state_dict()["param_groups"]}
+        self.optimizer.load_state_dict(state["optimizer"] | groups)
+        if state["scaler"]:  # empty if the precision was another
+            self.scaler.load_state_dict(state["scaler"])
+        self.epoch, per_epoch = state["epoch"], self.sampler.steps_per_epoch
+        # If the global batch size has changed, images that do not fill a batch count as unseen.
+        self.step = min(state["images"] // self.sampler.global_batch_size, per_epoch)
+        self.global_step = self.epoch * per_epoch + self.step
+        # The saved totals are those of all ranks: restored on one rank, their sum stays right.
+        if self.world.rank == 0 and self.step == state["step"]:
+            self.totals.copy_(state["totals"])
+        if self.world.rank < len(state["rng"]):
+            checkpoint.set_rng_state(state["rng"][self.world.rank], self.world.device)
+
+    def _power_sgd_of_all(self) -> checkpoint.State | None:
+        """Gathers all ranks' state of PowerSGD on rank 0; None elsewhere. Collective."""
+        if self.power_sgd is None:
+            return None
+        # Each rank's errors are needed: the bits of a resumed run depend on them.
+        state = self.power_sgd.state_dict(self.model)
+        mine = {name: error.cpu() for name, error in state["errors"].items()}
+        first = self.world.rank == 0
+        everyone: list[Any] | None = [None] * self.world.world_size if first else None
+        dist.gather_object(mine, everyone, group_dst=0, group=self.group)
+        shared = {"errors": everyone, "loss_scale": self.scaler.get_scale()}
+        return state | shared if first else None
+
+    def _restore_power_sgd(self, saved: checkpoint.State | None) -> None:
+        """Continues from `saved`, which only rank 0 has; warns if it cannot. Collective."""
+        if self.power_sgd is None:
+            if saved is not None:
+                self.report.warning("PowerSGD's error feedback is reset")
+            return
+        of_each: list[Any] = [None] * self.world.world_size
+        if saved is not None:
+            errors = saved["errors"]
+            if len(errors) != len(of_each):
+                # Averages depend only on the mean.
+                self.report.warning(
+                    f"every rank begins with the mean of the PowerSGD errors of {len(errors)} ranks"
+                )
+                mean = {n: torch.stack([e[n] for e in errors]).mean(0) for n in errors[0]}
+                errors = [mean] * len(of_each)
+            of_each = [saved | {"errors": of_one} for of_one in errors]
+        # Each rank gets only its own errors: all of them are as large as all ranks' gradients.
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, of_each, 0, self.group)
+        if mine[0] is not None:
+            self.power_sgd.load_state_dict(self.model, mine[0])
+            self.power_sgd.rescale(self.scaler.get_scale() / mine[0]["loss_scale"])
+
+    def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
+        """Returns the state to start from or None, and its "compression" on rank 0. Collective."""
+        ddp.broadcast_parameters(self.model)
+        # From here on each rank draws its own random numbers: the models are equal by now.
+        if self.settings.virtual_ranks is None:
+            seed_generators(self.settings.seed + self.world.rank)
+        state = self._find_checkpoint()
+        # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
+        compressed = None if state is None else state.pop("compression", None)
+        return checkpoint.broadcast(state, self.group), compressed
+
+    def _find_checkpoint(self) -> checkpoint.State | None:
+        """Returns the checkpoint to continue from, if any, on rank 0; else None. Collective."""
+        settings, state = self.settings, None
+        with raise_on_all_ranks(self.group):
+            if self.world.rank == 0:
+                spec, model = self.model_spec, self.model
+                state = checkpoint.find_checkpoint(settings, spec, model, self.report)
+        if state is not None:
+            changes = settings.changes_since(state["settings"])
+            now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}
+            now["global_batch_size"] = self.sampler.global_batch_size
+            changes += [f"{k} {state[k]} -> {v}" for k, v in now.items() if state[k] != v]
+            if changes:
+                self.report.warning(f"not as in the checkpoint: {', '.join(changes)}")
+        return state
+
+    # With --elastic -------------------------------------------------------------------------------
+
+    def _on_regroup(self, has_state: bool) -> None:
+        """Takes this rank's place in another group, in which no rank may have a state yet."""
+        assert self._elastic is not None, "which calls this"
+        self.world = self._elastic.world
+        self.report.is_rank_0 = self.world.rank == 0
+        with raise_on_all_ranks(self.group):
+            self._make_loaders()
+            if not self.writes:
+                # A rank that takes over continues with the lost rank's checkpoints.
+                self._open_outputs("auto" if has_state else self.settings.resume)
+        if not has_state and (state := self._find_checkpoint()) is not None:
+            self._restore(state)
+            self._restore_power_sgd(state.get("compression"))
+            self._note_progress()
+
+    def _note_progress(self) -> None:
+        if self._elastic is not None:
+            self._elastic.step = self.global_step + self.epoch
+            self._elastic.epochs = self.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position of the run, for a rank that is behind or joins."""
+        position = {"epoch": self.epoch, "step": self.step, "global_step": self.global_step}
+        return position | {"totals": self.totals}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over another rank's position."""
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.global_step = state["global_step"]
+        self.totals.copy_(state["totals"])
+
 
 class _Stopped(Exception):
     """An evaluation that a signal has stopped, on all ranks."""
@@ -286,56 +579,3 @@ def _count(loss: torch.Tensor, outputs: torch.Tensor, labels: torch.Tensor) -> t
     # Multiples of 2**-20 add up exactly, up to 2**33, whichever rank has which virtual ranks.
     total = (loss.double() * len(labels) * 2**20).round() / 2**20
     return torch.stack([total, correct.double(), count.double()])
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, loader: Iterable[Any], world: World, precision: str) -> float:
-    """Returns the share of correct predictions over all ranks' images. Collective."""
-    model.eval()  # and stays so
-    # One all-reduce at the end, because ranks may have different numbers of batches.
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    for images, labels in loader:
-        labels = labels.to(world.device, non_blocking=True)
-        with torch.autocast(world.device.type, _DTYPES[precision], precision != "fp32"):
-            outputs = model(images.to(world.device, non_blocking=True))
-        totals[0] += (outputs.argmax(1) == labels).sum()
-        totals[1] += len(labels)
-    wait(dist.all_reduce(totals, async_op=True))
-    correct, count = totals.tolist()
-    return float(correct / count)
-
-
-def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.Module, Any]:
-    """Loads a checkpoint's model on every rank; also returns its other contents. Collective."""
-    state = None
-    with raise_on_all_ranks(group):
-        if world.rank == 0:
-            state = checkpoint.load(path)
-    state = broadcast_state(state, 0, group)
-    with raise_on_all_ranks(group):
-        model = make_model(**state["model_spec"])
-        checkpoint.check_model(state, model, path)
-        model.load_state_dict(state["model"])
-    model.to(world.device)
-    ddp.broadcast_parameters(model)
-    return model, state
-
-
-def test(settings: Settings, dataset: str | None, path: Path, world: World) -> None:
-    """Prints a saved model's test accuracy, by default on the dataset of its training."""
-    must_match = {"the command": "test", "--dataset": dataset or "not given"}
-    group = prepare_process(settings, world, must_match)
-    model, state = load_model(path, world, group)
-    name = dataset or state["settings"]["dataset"]
-    data = open_dataset(name, settings, world, group)
-    with raise_on_all_ranks(group):
-        for what in ("channels", "image_size", "num_classes"):
-            if getattr(data, what) != state["model_spec"][what]:
-                raise UsageError(
-                    f"{path} was trained on {state['settings']['dataset']} with {what} "
-                    f"{state['model_spec'][what]}, but {name} has {getattr(data, what)}"
-                )
-        loader = make_loader(data.test, settings, world, train=False)
-    share = accuracy(model, loader, world, settings.precision)
-    report = Report(is_rank_0=world.rank == 0, quiet=settings.quiet)
-    report.result(f"{name} test accuracy {share:.4f}")

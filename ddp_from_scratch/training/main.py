@@ -18,15 +18,23 @@ Examples:
 import argparse
 import difflib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from ddp_from_scratch.common.errors import UsageError, needs_extra
-from ddp_from_scratch.launch import environment
-from ddp_from_scratch.launch.start import start_mpirun, start_ranks
-from ddp_from_scratch.training.settings import GROUPS, MAX_RESTARTS, Command, Settings, option_of
+import ddp_from_scratch as ddp
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.training.errors import needs_extra
+from ddp_from_scratch.training.settings import (
+    GROUPS,
+    MAX_RESTARTS,
+    MOST_HERE,
+    Command,
+    Settings,
+    option_of,
+)
 
 # Options that need the parent of the ranks.
 _OF_OUTPUT = ("debug_rank", "output_prefix", "output_ranks", "output_dir")
@@ -117,14 +125,15 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         # Equal on all ranks, which read the same command line.
         least = sum(_counts(settings, options))
         settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
-    launcher = environment.launcher()
+    launcher = ddp.launcher()
     # The interactive shell of `srun --pty bash` is a step with a single task.
-    in_slurm_shell = launcher == "srun" and environment.started() == 1 and options.nproc
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if launcher == "srun" else None
+    in_slurm_shell = tasks == "1" and options.nproc
     if launcher == "none" or in_slurm_shell:
         code = _start(settings, options, [sys.executable, *program, *arguments])
         if code is not None:
             return code
-    elif environment.STARTED_HERE not in os.environ:
+    elif "DDP_STARTED_HERE" not in os.environ:  # `start_ranks` and `start_mpirun` set it
         if settings.elastic:
             raise UsageError(
                 f"--elastic is for starting without a launcher: {launcher} ends or restarts all "
@@ -137,10 +146,10 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                     f"started this process already: leave it out"
                 )
 
-    from ddp_from_scratch.training.loop import Trainer, test
-    from ddp_from_scratch.world.world import process_group
+    from ddp_from_scratch.training.evaluation import test
+    from ddp_from_scratch.training.loop import Trainer
 
-    with process_group(settings.backend, timeout=settings.timeout) as world:
+    with ddp.process_group(settings.backend, timeout=settings.timeout) as world:
         if options.command == "test":
             assert options.checkpoint is not None, "`parse` has seen it"
             test(settings, options.dataset, options.checkpoint, world)
@@ -175,14 +184,14 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
     if settings.elastic and options.debug_rank is not None:
         raise UsageError("--debug-rank cannot be used with --elastic: leave one of them out")
     if backend == "mpi":
-        return start_mpirun(counts[0], command)
+        return ddp.start_mpirun(counts[0], command)
     allowed = settings.max_restarts if settings.max_restarts is not None else MAX_RESTARTS
     must_match = {}
     if settings.elastic and len(counts) > 1:
         from ddp_from_scratch.training.coordination import versions
 
         must_match = versions() | settings.to_compare()
-    return start_ranks(
+    return ddp.start_ranks(
         command,
         counts,
         options.node_rank or 0,
@@ -211,11 +220,34 @@ def _ranks(text: str | None, world_size: int) -> list[int] | None:
 def _counts(settings: Settings, options: Command) -> tuple[int, ...]:
     default = 2
     if settings.backend == "nccl":
-        from ddp_from_scratch.common import gpu
+        import torch
 
-        default = gpu.count()
+        default = torch.accelerator.device_count()
         if default == 0:
             raise UsageError(
                 "--backend nccl needs a GPU, and none is visible here: use --backend gloo or mpi"
             )
-    return environment.parse_counts(options.nproc or str(default), options.node_rank or 0)
+    return parse_counts(options.nproc or str(default), options.node_rank or 0)
+
+
+def parse_counts(text: str, node_rank: int) -> tuple[int, ...]:
+    """Parses `--nproc`: "2" for one machine, "8,2" for one with 8 processes and one with 2."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", text):
+        raise UsageError(
+            f"--nproc must be a number of processes, 1 or more, or one for each machine such as "
+            f"8,2; got {text!r}"
+        )
+    # Nine digits are already too many processes, and Python refuses to convert thousands of digits.
+    counts = tuple(int(part[:9]) for part in text.split(","))
+    if max(counts) > MOST_HERE:
+        raise UsageError(f"--nproc must be at most {MOST_HERE:,} for a machine, got {text[:40]}")
+    if len(counts) == 1 and node_rank:
+        raise UsageError(
+            f"--node-rank {node_rank} is for several machines, with a count for each as in "
+            f"--nproc 8,2; got --nproc {text}"
+        )
+    if not 0 <= node_rank < len(counts):
+        raise UsageError(
+            f"--node-rank must be 0 to {len(counts) - 1} with --nproc {text}, got {node_rank}"
+        )
+    return counts

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_from_scratch.common.errors import UsageError, needs_extra, one_line
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.training.errors import needs_extra, one_line
 from ddp_from_scratch.training.settings import MODELS
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Images are enlarged to the first of these sizes that the architecture accepts.
 _SIZES = (32, 64, 96, 112, 128, 224, 299)
 
@@ -37,6 +39,11 @@ def make_model(name: str, *, channels: int, image_size: int, num_classes: int) -
     if name not in torchvision.models.list_models(module=torchvision.models):
         raise UsageError(f"unknown model {name!r}: expected {MODELS}")
     return _fit_to_images(name, channels, image_size, num_classes)
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """Returns the context of a forward pass in `--precision`."""
+    return torch.autocast(device.type, _DTYPES[precision], precision != "fp32")
 
 
 def _cnn(channels: int, image_size: int, num_classes: int) -> nn.Sequential:

@@ -7,11 +7,26 @@ import sys
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
-from ddp_from_scratch.common.errors import UsageError, needs_extra
-from ddp_from_scratch.launch.rank_process import say
+from ddp_from_scratch import UsageError
+from ddp_from_scratch.training.errors import needs_extra
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Prints a line; if that fails, this stream and its buffer go to /dev/null from then on."""
+    try:
+        print(text, file=stream, flush=True)
+    except OSError as error:
+        # At the stream's own file descriptor: Python's next flush of the buffer then succeeds.
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)
+        if stream is sys.stdout:
+            why = f"warning: standard output cannot be written to ({error.strerror})"
+            say(f"{why}: continuing without", sys.stderr)
 
 
 class Report:
@@ -45,7 +60,7 @@ class Report:
 
     def warning(self, text: str) -> None:
         if self.is_rank_0:  # also when quiet
-            say(f"warning: {text}")
+            say(f"warning: {text}", sys.stderr)
 
     def result(self, text: str) -> None:
         if self.is_rank_0:  # also when quiet

@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.common.errors import UsageError
-from ddp_from_scratch.common.numbers import is_power_of_two
-from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, MOST_HERE
+from ddp_from_scratch import UsageError
 
+BACKENDS = ("gloo", "nccl", "mpi")
+MAX_TIMEOUT = 1e6  # in seconds, the most that `ddp.process_group` takes
+MOST_HERE = 1024  # processes or threads on one machine; more is a typing mistake
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "fake")
 MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -72,7 +73,9 @@ _FROM_1 = _must("1 or more", lambda value: value >= 1, int, "N")
 _SEED = _must("0 to 2**62 - 1", lambda value: 0 <= value < 2**62, int, "N")
 _THREADS = _must(f"1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE, int, "N")
 _WORKERS = _must(f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE, int, "N")
-_VIRTUAL_RANKS = _must("a power of two", is_power_of_two, int, "V")
+_VIRTUAL_RANKS = _must(
+    "a power of two", lambda value: value > 0 and value.bit_count() == 1, int, "V"
+)
 _PORT = _must("1 to 65535", lambda value: 1 <= value <= 65535, int, "P")
 _SHARE = _must(f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST, float, "X")
 _POSITIVE = f"a positive number, at most {_LARGEST:g}"

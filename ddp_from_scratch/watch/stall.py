@@ -180,8 +180,6 @@ class StallWatch(Observer):
             if now is None or stop.is_set():
                 return
             try:
-                if before is None:
-                    _introduce(self._store(), self._rank)
                 if now != before:
                     before, since = now, time.monotonic()
                     continue

@@ -66,12 +66,12 @@ class Timeline(Recorder):
         self._sizes = {name: parameter.nbytes for name, parameter in parameters.items()}
         self._arrived, self._handles = mark_arrivals(parameters, self.clock.take)
         reducer.add_observer(self)
-        self._open = True
+        self.is_open: bool = True  # False once it is closed or discarded
         self._begin(reducer.iteration)
 
     def close(self) -> None:
         """Ends the recording, gathers it and writes it. Collective, idempotent."""
-        if not self._open:
+        if not self.is_open:
             return
         self.discard()
         with gpu.current(self._timed.core.device):
@@ -79,10 +79,19 @@ class Timeline(Recorder):
         if self.record is not None and self.folder is not None:
             self.has_picture = bool(self._on_rank_0(partial(write, self.record, self.folder)))
 
+    def as_text(self, *, colour: bool = False) -> str:
+        """Returns the text of `timeline.txt`, perhaps with a terminal's colours.
+
+        Raises a RuntimeError before the record is complete.
+        """
+        if self.record is None:
+            raise RuntimeError("the timeline has no record yet: close() completes it")
+        return render.as_text(self.record, self.record.typical, colour=colour)
+
     def discard(self) -> None:
         """Ends the recording and drops it on this rank. Idempotent."""
-        if self._open:
-            self._open, self.step = False, None
+        if self.is_open:
+            self.is_open, self.step = False, None
             self._timed.remove_observer(self)
             for handle in self._handles:
                 handle.remove()
@@ -205,6 +214,9 @@ def timeline(
     It writes nothing if the context raises or no step is complete; the latter is a warning. If it
     cannot write, it raises a UsageError, and the other ranks a PeerError.
 
+    The context's value has `close()`, which ends the recording before the context does
+    (collective), `record`, which is None until then, and `as_text()`.
+
     Args:
         reducer: averages the module whose steps are recorded.
         folder: rank 0 makes it if needed.
@@ -217,9 +229,10 @@ def timeline(
     except BaseException:
         recorded.discard()
         raise
-    recorded.close()
-    if recorded.record is None and recorded.rank == 0:
-        warnings.warn(TOO_FEW, stacklevel=3)
+    if recorded.is_open:
+        recorded.close()
+        if recorded.record is None and recorded.rank == 0:
+            warnings.warn(TOO_FEW, stacklevel=3)
 
 
 def write(record: Record, folder: Path) -> bool:

@@ -4,13 +4,13 @@ import io
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from ddp_from_scratch.world.world import World, replace_group
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
+
+Result = TypeVar("Result")
 
 # Seconds to connect once all have arrived; if one dies, gloo's retries take up to 5 times as long.
 # Doubled after each failure, for slow machines.
@@ -74,16 +76,14 @@ class Membership:
         self._said = Member()
         self._generation = Generation()
         self._connect_s = _CONNECT_S
-        # True on rank 0, but not in the first process's first group.
-        self.is_new_leader: bool = False
 
     @property
     def in_group(self) -> bool:
         return not self.elastic or (self._generation.number > 0 and dist.is_initialized())
 
     @property
-    def changed(self) -> bool:
-        return self._generation.number > 1
+    def generation(self) -> int:
+        return self._generation.number
 
     @property
     def is_over(self) -> bool:
@@ -116,7 +116,6 @@ class Membership:
             set_failure_detector(is_broken)
             abort_on_lost_rank(dist.group.WORLD, is_broken)
             steps, last = generation.steps, max(generation.steps)
-            self.is_new_leader = rank == 0 and (self._said.max_world_size > 0 or self._number > 0)
             source = None if last == NO_STATE else steps.index(last)
             return GenerationState(source, same_state=source is not None and min(steps) == last)
 
@@ -181,21 +180,21 @@ class Membership:
             time.sleep(_POLL_S)
 
 
-def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+def broadcast_state(state: Any, source: int) -> Any:
     """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective.
 
     Raises a UsageError unless `torch.load(weights_only=True)` takes all values in it.
     """
-    is_source = dist.get_rank(group) == source
+    is_source = dist.get_rank() == source
     # A pickle would hold a flat tensor once for each parameter that is a window of it.
     file = io.BytesIO()
     if is_source:
         torch.save(state, file)
     size = torch.tensor([file.tell()], device="cpu")
-    wait(dist.broadcast(size, group=group, group_src=source, async_op=True))
+    wait(dist.broadcast(size, source, async_op=True))
     data = file.getbuffer() if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)
-    wait(dist.broadcast(wire, group=group, group_src=source, async_op=True))
+    wait(dist.broadcast(wire, source, async_op=True))
     try:
         return state if is_source else torch.load(io.BytesIO(data), weights_only=True)
     except UnpicklingError as error:
@@ -207,22 +206,69 @@ def broadcast_state(state: Any, source: int, group: dist.ProcessGroup | None = N
         ) from error
 
 
+class Regrouping(NamedTuple):
+    """How a rank came from one group into the next. Times are those of `time.monotonic`."""
+
+    left: float
+    joined: float
+    kept: int  # virtual ranks of the step in progress that need not run again, on all ranks
+
+
 class ElasticRun:
     """The steps of a run that continues without lost ranks; see `elastic`."""
 
     def __init__(
-        self, membership: Membership, reducer: Reducer, optimizer: Optimizer, *others: "Stateful"
+        self,
+        membership: Membership,
+        reducer: Reducer,
+        optimizer: Optimizer,
+        *others: "Stateful",
+        on_regroup: Callable[[bool], None] | None = None,
     ) -> None:
         self.step: int = 0  # the number of steps that are finished
+        self.epochs: int = 0  # how many of them were ends of epochs, without an optimizer's step
+        self.regrouping: Regrouping | None = None  # None in this rank's first group
+        self._has_joined = False
+        self._left: float | None = None  # when this rank left its last group
+        self._on_regroup = on_regroup
         self._membership, self._reducer = membership, reducer
         self._stateful: list[Stateful] = [optimizer, *others]
-        self._stepped = False  # True once the optimizer has stepped, which finishes the step
+        # In an attempt, True once the optimizer has stepped, which finishes the step.
+        self._stepped: bool | None = None
         optimizer.register_step_post_hook(self._note_step)
         self._exchange: dist.Work | None = None
 
     @property
     def world(self) -> World:
         return self._membership.world
+
+    @property
+    def generation(self) -> int:
+        """How many groups the run has had: 1 in the first one, 0 before it."""
+        return self._membership.generation
+
+    @property
+    def is_over(self) -> bool:
+        """True on rank 0 once other processes are to join or have been lost; see `repeat`."""
+        return self._membership.is_over
+
+    def repeat(self, function: Callable[[], Result]) -> Result:
+        """Calls a function that takes many steps; calls it again when a rank is lost in it.
+
+        For a loop that `attempts` does not fit. The function begins at `step`, and adds 1 to it
+        after each optimizer step. The end of an epoch, if it is not to be repeated, counts as a
+        step, and in `epochs`, too. All ranks count equally.
+        In each step rank 0 tells the others of `is_over`, and all raise a CommunicationError after
+        the same step if it is True; otherwise no process can join.
+        """
+        while True:
+            try:
+                self._join()
+                with self._recovering():
+                    return function()
+            except Exception as error:
+                self._membership.note_failure(self.step, error)
+                raise
 
     def attempts(self, steps: int) -> Iterator[AbstractContextManager[None]]:
         """Yields a context manager for each attempt at a step, until `steps` are finished.
@@ -254,6 +300,7 @@ class ElasticRun:
                     wait(self._exchange)
                     self._exchange = None
                     if over.item():  # on all ranks after the same step
+                        self._left = time.monotonic()
                         self._membership.close()
         except Exception as error:
             self._membership.note_failure(self.step, error)
@@ -261,24 +308,33 @@ class ElasticRun:
         # A step with the averages of all ranks counts, even if peers are lost: they get its result.
         if self._stepped:
             self.step += 1
+        self._stepped = None
 
     def _join(self) -> None:
         """Meets the other ranks and takes over the newest state; retries until that succeeds."""
         while not self._membership.in_group:
             with self._recovering():
                 meeting = self._membership.meet(self.step)
+                if self._on_regroup is not None:
+                    self._on_regroup(meeting.source is not None)
                 if not meeting.same_state:
                     self._take_state(meeting.source or 0)
                 self._membership.note_state()
-                self._reducer.set_step(self.step, keep=meeting.same_state)
+                first = self.step - self.epochs
+                kept = self._reducer.set_step(first, keep=meeting.same_state)
+                if self._left is not None:
+                    self.regrouping = Regrouping(self._left, time.monotonic(), kept)
+                    self._left = None
+                self._has_joined = True
 
     def _take_state(self, source: int) -> None:
         """Sends the parameters, buffers, step and other states of rank `source`. Collective."""
         module = self._reducer.module
         # `state_dict` lacks non-persistent buffers.
         tensors = {name: t.detach() for name, t in _tensors(module)}
-        mine = self.step, tensors, [one.state_dict() for one in self._stateful]
-        self.step, tensors, states = broadcast_state(mine, source)
+        states = [one.state_dict() for one in self._stateful]
+        mine = self.step, self.epochs, tensors, states
+        self.step, self.epochs, tensors, states = broadcast_state(mine, source)
         if self.world.rank != source:
             with torch.no_grad():
                 for name, tensor in _tensors(module):
@@ -301,6 +357,8 @@ class ElasticRun:
         except Exception as error:
             if not self._membership.elastic or not is_communication_error(error):
                 raise
+            if self._has_joined and self._left is None:
+                self._left = time.monotonic()
             self._exchange = None
             self._reducer.abort_step()
             self._membership.rejoin(error)
@@ -309,7 +367,8 @@ class ElasticRun:
         if self._stepped:
             # A rank lost between the two steps would look like one that took both.
             raise RuntimeError("the optimizer steps twice in one attempt: it may step once")
-        self._stepped = True
+        if self._stepped is not None:
+            self._stepped = True
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -323,6 +382,7 @@ def elastic(
     optimizer: Optimizer,
     *others: "Stateful",
     timeout: float = 600.0,
+    on_regroup: Callable[[bool], None] | None = None,
 ) -> ElasticRun:
     """Returns a run that continues when a rank is lost, with the bits of one that lost none.
 
@@ -353,6 +413,10 @@ def elastic(
             (otherwise a UsageError, when a rank joins), but no second optimizer (a
             TypeError): a step that only one of two has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
+        on_regroup: called on all ranks as soon as they have met in a group, the first one, too, and
+            before they take over a state. It gets True if a rank has one; if not, all take over
+            rank 0's, which the function may have read from a checkpoint. `run.world` is then this
+            rank's place in the new group.
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")
@@ -368,4 +432,4 @@ def elastic(
             'with it: use shard="none"'
         )
     membership = Membership(world, reducer.virtual_rank_count, timeout)
-    return ElasticRun(membership, reducer, optimizer, *others)
+    return ElasticRun(membership, reducer, optimizer, *others, on_regroup=on_regroup)

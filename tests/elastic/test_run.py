@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import start_ranks
@@ -239,9 +240,29 @@ def test_what_cannot_go_on_is_refused_and_an_attempt_is_one_step_of_one_optimize
             ddp.elastic(replace(world, backend="mpi"), reducer, optimizer)
         with pytest.raises(TypeError, match="takes one optimizer"):
             ddp.elastic(world, reducer, optimizer, torch.optim.Adam(model.parameters()))
+        ddp.wait(dist.all_reduce(torch.ones(1), async_op=True))
+        with pytest.raises(ValueError, match="not a member of the process group"):
+            ddp.wait(None)
         run = ddp.elastic(world, reducer, optimizer)
         for attempt in run.attempts(1):
             with attempt:
                 optimizer.step()
                 with pytest.raises(RuntimeError, match="steps twice in one attempt"):
                     optimizer.step()
+
+        def two_steps():
+            optimizer.step()
+            optimizer.step()
+            run.step += 2
+            return "trained"
+
+        assert (run.repeat(two_steps), run.step, run.generation) == ("trained", 3, 0)
+        assert (run.is_over, run.regrouping) == (False, None)
+
+
+def test_errors_of_a_lost_rank_are_told_from_others():
+    by_gloo = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    for lost in (ddp.CommunicationError("a rank of the group was lost"), RuntimeError(by_gloo)):
+        assert ddp.is_communication_error(lost)
+    for own in (RuntimeError("not enough memory"), ddp.UsageError("no such file")):
+        assert not ddp.is_communication_error(own)

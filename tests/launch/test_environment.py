@@ -117,21 +117,6 @@ def test_slurm_lists():
     assert "MASTER_ADDR" in refusal(environment.slurm_first_host, "")
 
 
-def test_parse_counts():
-    assert environment.parse_counts("2", 0) == (2,)
-    assert environment.parse_counts("8,2,16", 2) == (8, 2, 16)
-    wrong = ("", "0", "-2", "two", "2,", ",2", "2,0", "2 ,2", "1.5", "02", "2\n")
-    too_many = ("1000000", "2,1025", "9" * 5000)
-    for texts, node_rank, error in (
-        (wrong, 0, "--nproc must be"),
-        (too_many, 0, "--nproc must be at most 1,024 for a machine, got "),
-        (["8,2"], -1, "--node-rank must be 0 to 1 with --nproc 8,2, got -1"),
-        (["8,2"], 2, "--node-rank must be 0 to 1 with --nproc 8,2, got 2"),
-    ):
-        for text in texts:
-            assert refusal(environment.parse_counts, text, node_rank).startswith(error)
-
-
 def test_a_rank_is_the_sum_of_earlier_counts_plus_the_local_rank():
     machines = [environment.rank_environments((3, 1, 2), node) for node in range(3)]
     assert [[int(e["RANK"]) for e in each] for each in machines] == [[0, 1, 2], [3], [4, 5]]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ddp_from_scratch import UsageError
-from ddp_from_scratch.training.main import main, parse
+from ddp_from_scratch.training.main import main, parse, parse_counts
 from ddp_from_scratch.training.settings import Settings
 from tests.support.refusal import refusal
 
@@ -133,3 +133,18 @@ def test_learning_rate(options, ranks, rates):
     per_epoch = 1 if options.get("epochs") == 1 else 2
     found = {step: settings.learning_rate(step, per_epoch, ranks) for step in rates}
     assert found == pytest.approx(rates)
+
+
+def test_parse_counts():
+    assert parse_counts("2", 0) == (2,)
+    assert parse_counts("8,2,16", 2) == (8, 2, 16)
+    wrong = ("", "0", "-2", "two", "2,", ",2", "2,0", "2 ,2", "1.5", "02", "2\n")
+    too_many = ("1000000", "2,1025", "9" * 5000)
+    for texts, node_rank, error in (
+        (wrong, 0, "--nproc must be"),
+        (too_many, 0, "--nproc must be at most 1,024 for a machine, got "),
+        (["8,2"], -1, "--node-rank must be 0 to 1 with --nproc 8,2, got -1"),
+        (["8,2"], 2, "--node-rank must be 0 to 1 with --nproc 8,2, got 2"),
+    ):
+        for text in texts:
+            assert refusal(parse_counts, text, node_rank).startswith(error)

@@ -5,17 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.launch.environment import Placement
-from ddp_from_scratch.training import coordination, loop
+from ddp_from_scratch.training import coordination, evaluation, loop
 from ddp_from_scratch.training.settings import Settings, option_of
-from ddp_from_scratch.world.elastic import broadcast_state
 from ddp_from_scratch.world.world import _check_gpus, _device
 from tests.support.on_ranks import on
 from tests.support.refusal import refusal
-from tests.support.terms import recorded
 
 # May differ: they concern a rank's machine, or the output of rank 0.
 OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
@@ -52,7 +49,7 @@ def test_the_command_versions_and_images_are_compared(world):
     if world.rank == 0:
         told = refusal(loop.Trainer, settings, world)
     else:
-        told = refusal(loop.test, settings, None, file, world)
+        told = refusal(evaluation.test, settings, None, file, world)
     assert told.startswith("the command is train on rank 0 and test on rank 1")
 
     versions = coordination.versions()
@@ -98,23 +95,3 @@ def test_the_gpu_of_a_process(monkeypatch, visible, local_rank, local_world_size
     else:
         assert _device("nccl", placement) == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)] * (index is not None)
-
-
-class OfAProgram:
-    """What runs code when it is unpickled."""
-
-
-@on("gloo-2")
-def test_a_state_is_sent_as_plain_values_and_once_though_its_tensors_share_memory(world):
-    """A pickle would hold the whole flat tensor for each parameter in it."""
-    flat = torch.arange(2.0**16)
-    with recorded("broadcast") as sent, recorded("broadcast", dist.distributed_c10d) as by_torch:
-        found = broadcast_state([*flat.split(256)] if world.rank == 0 else None, 0)
-    assert torch.equal(torch.cat(found), flat)
-    assert flat.nbytes < sum(sent + by_torch) < 1.5 * flat.nbytes
-    state = {"step": torch.tensor(3), "mine": OfAProgram()}
-    if world.rank == 0:
-        assert broadcast_state(state, 0) is state
-    else:
-        told = "holds tests.training.test_coordination.OfAProgram, which torch.load refuses"
-        assert told in refusal(broadcast_state, None, 0)

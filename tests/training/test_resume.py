@@ -14,7 +14,7 @@ from torch import nn
 
 from ddp_from_scratch.common.errors import PeerError, UsageError
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.training import checkpoint, engine
+from ddp_from_scratch.training import checkpoint, loop
 from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
@@ -53,7 +53,7 @@ def model_with_dropout(name, *, channels, image_size, num_classes):
 def make_trainer(world, folder, **changes):
     settings = Settings(backend=world.backend, checkpoint_dir=folder, **SETTINGS | changes)
     make = make_model if changes.get("model") in ("cnn", "mlp") else model_with_dropout
-    with patch.object(engine, "make_model", make):
+    with patch.object(loop, "make_model", make):
         return Trainer(settings, world)
 
 

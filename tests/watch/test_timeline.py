@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import warnings
 from contextlib import suppress
 from pathlib import Path
 
@@ -162,6 +163,24 @@ def test_a_rank_without_data(world):
         assert second.forward
         for rank in recorded.ranks:
             assert rank.begin == min([*rank.forward, *(b.pack for b in rank.buckets)])[0] >= 0
+
+
+@on("gloo-2")
+def test_a_program_may_close_it_before_the_context_ends(world, tmp_path):
+    _, reducer, step = made()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the program sees for itself that there is no record
+        with ddp.timeline(reducer, tmp_path / "early", skip=0) as timeline:
+            with pytest.raises(RuntimeError, match=r"no record yet: close\(\) completes it"):
+                timeline.as_text()
+            timeline.close()
+    assert timeline.record is None
+    with ddp.timeline(reducer, tmp_path / "shown", steps=1, skip=0) as timeline:
+        step(2)
+        timeline.close()
+        assert "\033[" in timeline.as_text(colour=True)
+    if world.rank == 0:
+        assert timeline.as_text() + "\n" == (tmp_path / "shown/timeline.txt").read_text()
 
 
 @on("gloo-2")
