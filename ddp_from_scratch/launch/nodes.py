@@ -304,7 +304,8 @@ class Link:
 
     def may_leave(self) -> bool:
         self.report["ended"] = True
-        return self.is_closed or self.job["end"] is not None
+        # Machine 0 may have written a failure and the end since this agent last looked.
+        return self.job["failure"] is None and (self.is_closed or self.job["end"] is not None)
 
     def close(self, code: int) -> None:
         self.report["ended"] = self._last = True

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -173,28 +174,30 @@ class StallWatch(Observer):
             self._thread.join(1.0)
 
     def _run(self, stop: threading.Event) -> None:
+        with suppress(RuntimeError, ValueError):  # the group has been destroyed
+            _introduce(self._store(), self._rank)
+            self._watch(stop)
+
+    def _watch(self, stop: threading.Event) -> None:
         before = published = None
         since, reported = 0.0, -1  # when it reached `before`, and the step of the last report
         while not stop.wait(self._after / _WAKES) and dist.is_initialized():
             now = self._look()
             if now is None or stop.is_set():
                 return
-            try:
-                if now != before:
-                    before, since = now, time.monotonic()
-                    continue
-                store, place = self._store(), place_of(self._program)
-                if (now, place) != published:
-                    now.publish(store, self._rank, place)
-                    published = now, place
-                waited = time.monotonic() - since
-                if now.waits_for and waited > 0.99 * self._after and now.step != reported:
-                    reported = now.step
-                    # Only the first rank to get here writes the report.
-                    if store.add(f"report {now.step}", 1) == 1:
-                        logger.warning(self._report(now, waited, store))
-            except (RuntimeError, ValueError):
-                return  # the group has been destroyed
+            if now != before:
+                before, since = now, time.monotonic()
+                continue
+            store, place = self._store(), place_of(self._program)
+            if (now, place) != published:
+                now.publish(store, self._rank, place)
+                published = now, place
+            waited = time.monotonic() - since
+            if now.waits_for and waited > 0.99 * self._after and now.step != reported:
+                reported = now.step
+                # Only the first rank to get here writes the report.
+                if store.add(f"report {now.step}", 1) == 1:
+                    logger.warning(self._report(now, waited, store))
 
     def _store(self) -> dist.Store:
         """Returns where the ranks meet, since the group's collectives are stuck."""

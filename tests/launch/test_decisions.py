@@ -1,4 +1,4 @@
-"""What agents decide: tables of events (`fake_ranks.FakeJob`), and elastic jobs in a simulation."""
+"""What agents decide: tables of events (`fake_ranks.FakeJob`), and whole jobs in a simulation."""
 
 import signal
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
 from ddp_from_scratch.launch.policy import Elastic
 from tests.launch.fake_ranks import FakeJob
-from tests.support.simulation import Simulation
+from tests.support.simulation import Simulation, Together
 from tests.support.tiers import slow
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT")
@@ -294,11 +294,13 @@ def test_a_machine_that_is_not_machine_0(name, job, capfd):
     assert link.closed_with == (1 if case.code is None else case.code)
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(15), *(slow(range(at, at + 15)) for at in range(15, 60, 15))], ids=str
-)
-def test_jobs_end_with_the_right_state_whatever_fails(seeds):
-    wrong = {seed: sim.wrong for seed in seeds if (sim := Simulation(seed).run()).wrong}
+SEEDS = [range(15), *(slow(range(at, at + 15)) for at in range(15, 60, 15))]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=str)
+@pytest.mark.parametrize("kind", [Simulation, Together])
+def test_jobs_end_as_they_should_whatever_fails(kind, seeds):
+    wrong = {seed: sim.wrong for seed in seeds if (sim := kind(seed).run()).wrong}
     assert wrong == {}
 
 

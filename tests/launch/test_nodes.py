@@ -224,6 +224,16 @@ def test_machine_0_has_gone():
         Link(Mock(**{"add.side_effect": RuntimeError}), *asks)
 
 
+def test_a_failure_counts_that_comes_together_with_the_end():
+    job = json.dumps({"orders": {}, "failure": "machine 0: rank 0 failed", "end": 1, "beat": 1})
+    store = Mock(**{"get.side_effect": lambda key: b"" if key.startswith("answer") else job})
+    link = Link(store, 1, nodes.Job([1, 1], False, {}), 60.0)
+    until(lambda: link.job["end"] is not None)
+    assert not link.may_leave()
+    assert link.failure() == "machine 0: rank 0 failed"
+    link.close(1)
+
+
 def test_the_last_report_needs_no_answer_of_its_own():
     store = Mock(**{"get.return_value": b"", "check.side_effect": lambda keys: keys != ["job"]})
     Link(store, 1, nodes.Job([1, 1], False, {}), 60.0).close(0)

@@ -1,5 +1,6 @@
 """What follows when a rank is lost: every case of both policies, without processes."""
 
+import math
 import signal
 from typing import NamedTuple
 
@@ -181,3 +182,27 @@ ELASTIC = {
 def test_ranks_that_are_replaced(name):
     case = ELASTIC[name]
     assert Elastic(3).verdict(case.loss, case.job) == case.verdict
+
+
+SILENT = "machine 1 has not answered for 6 s"
+LATE = "--nproc is 1,1 there and 1,2 on machine 0"
+
+
+@pytest.mark.parametrize(
+    ("policy", "lost", "failed", "patience"),
+    [
+        (
+            FailTogether(),
+            Verdict(1, reason=f"lost the other ranks: {SILENT}"),
+            Verdict(1, reason=f"machine 1: {LATE}"),
+            [math.inf, 60.0, math.inf],
+        ),
+        (Elastic(3), Verdict(text=f"{SILENT}: its ranks are lost"), Verdict(), [60.0, 5.0, 5.0]),
+    ],
+)
+def test_a_lost_machine(policy, lost, failed, patience):
+    """Its patience before it has come, once it has, and after its ranks have ended."""
+    assert policy.machine_lost(1, 6.0) == lost
+    assert policy.machine_failed(1, LATE) == failed
+    states = [(False, False), (True, False), (True, True)]
+    assert [policy.patience(*state, 60.0) for state in states] == patience

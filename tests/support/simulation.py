@@ -1,6 +1,7 @@
-"""A whole elastic job in one process: agents, ranks and their store, on a virtual clock.
+"""A whole job in one process: agents, ranks and their store, on a virtual clock.
 
-    python -m tests.support.simulation --seeds 10000   random failures
+    python -m tests.support.simulation --seeds 10000   random failures of elastic jobs
+    python -m tests.support.simulation --together      of jobs whose ranks end together
     python -m tests.support.simulation --growth        what losing a rank costs, by number of ranks
 
 The agents, `Membership` and `ElasticRun` are the library's own code. Processes, machines, the
@@ -25,12 +26,14 @@ from unittest.mock import Mock, patch
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.launch import agent, elastic_agent, fork_server, nodes, rendezvous
+from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
-from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER
+from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, rank_environments
 from ddp_from_scratch.launch.job_store import JobStore
 from ddp_from_scratch.launch.nodes import Job, Link, MachineRegistry
-from ddp_from_scratch.launch.policy import LOST_S, Elastic
+from ddp_from_scratch.launch.policy import LOST_S, Elastic, FailTogether
 from ddp_from_scratch.world import elastic
 from ddp_from_scratch.world.elastic import ElasticRun
 from tests.support.simulated import (
@@ -64,7 +67,9 @@ REPLACED = {
 
 
 class Simulation:
-    """One job; `code` is the exit code of machine 0's agent."""
+    """One elastic job; `code` is the exit code of machine 0's agent."""
+
+    RANK_FAULTS = ("kill", "kill", "stop")
 
     def __init__(
         self, seed: int, counts: list[int] | None = None, faults: int = 4, kill_at: float = 0.0
@@ -101,12 +106,15 @@ class Simulation:
             stack.enter_context(patch.object(elastic.Membership, "_group_store", number_of))
             self._run_tasks()
         self.code = self.agents[0].code
+        self._check()
+        return self
+
+    def _check(self) -> None:
         if self.code not in (0, 137, -signal.SIGKILL):  # 137: no rank with trained state is left
             self.wrong.append(f"the job ended with {self.code}")
         counted = sum("(failure " in text for text in self.said)
         if counted > self.failures:
             self.wrong.append(f"{counted} failures, and {self.failures} of single ranks")
-        return self
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -219,7 +227,7 @@ class Simulation:
             self.sleep(self.random.uniform(*self.random.choice([(0.0, 1.0), (0.2, 5.0)])))
             ranks = [rank for rank in self.ranks if rank.alive]
             others = [number for number in self.agents if number]
-            kinds = ["kill", "kill", "stop"] * 3
+            kinds = [*self.RANK_FAULTS] * 3
             kinds += ["cut", "off", "again", "freeze", "freeze at the end"] * 3 * bool(others)
             kind = self.random.choice([*kinds, "end"])
             if kind in ("kill", "stop") and ranks:
@@ -397,6 +405,60 @@ class Simulation:
         return Work(self, pickle.dumps(state), lambda given: pickle.loads(given[source])).wait()
 
 
+class Together(Simulation):
+    """One job whose ranks end together."""
+
+    RANK_FAULTS = ("kill",)  # a stopped rank is waited for
+
+    def _agent(self, process: Process) -> int:
+        number, peers = process.machine, None
+        if len(self.counts) > 1:
+            store: Any = Store(process)
+            policy, job = FailTogether(), Job(self.counts, False, {})
+            if number:
+                rendezvous._await_answer("machine 0", 1, SECRET, TIMEOUT_S)
+                peers: Any = Link(store, number, job, TIMEOUT_S)
+            else:
+                peers = MachineRegistry(store, job, policy, TIMEOUT_S)
+        here = {int(own["RANK"]): own for own in rank_environments(self.counts, number)}
+        return Agent(["true"], here.__getitem__, here, peers=peers).run()
+
+    def _rank(self, process: Process) -> int:
+        self.sleep(self.random.uniform(0.0, 1.0))  # it imports
+        process.rank = int(process.environ["RANK"])
+        process.group = self.groups.setdefault(0, Group(0, sum(self.counts)))
+        process.group.members[process.rank] = process
+        process.joined.append(process.group)
+        ends = self.now + 2 * TIMEOUT_S
+        while len(process.group.members) < process.group.size:
+            self.sleep(0.05)
+            if self.now > ends:
+                return 2
+        try:
+            for step in range(STEPS):
+                self.sleep(STEP_S * self.random.uniform(0.5, 1.5))
+                self._note_step(process, Work(self, (step, 0), list).wait())
+        except CommunicationError:
+            self.sleep(2.0 + 0.2 * process.rank)  # as `run_to_exit`: the one that failed says why
+            return 1
+        return 0
+
+    def _check(self) -> None:
+        """An agent ends with 0 if all ranks have; but one that was away hears of no failure."""
+        for number, process in self.agents.items():
+            here = [rank.code for rank in self.ranks if rank.machine == number]
+            if process.code == 0 and (any(here) or len(here) < self.counts[number]):
+                self.wrong.append(f"machine {number} ended well, and its ranks with {here}")
+        if self.away or self.agents[0].code == -signal.SIGKILL:
+            return
+        codes = [agent.code for agent in self.agents.values()]
+        if 0 in codes and any(codes):
+            self.wrong.append(f"some machines ended well, and others not: {codes}")
+        failed = [rank for rank in self.ranks if rank.code]
+        if any(codes) and not failed and -signal.SIGKILL not in codes:
+            self.wrong.append(f"nothing failed, and the machines ended with {codes}")
+
+
 def result() -> int:
     optimizer = Optimizer()
     for step in range(STEPS):
@@ -420,6 +482,7 @@ def main() -> int:
     )
     parser.add_argument("--seeds", type=int, default=1000, help="default: 1000")
     parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--together", action="store_true", help="jobs without elasticity")
     parser.add_argument("--growth", action="store_true", help="print the table")
     options = parser.parse_args()
     if options.growth:
@@ -430,7 +493,7 @@ def main() -> int:
     codes: Counter[int | None] = Counter()
     failed = 0
     for seed in range(options.first, options.first + options.seeds):
-        sim = Simulation(seed).run()
+        sim = (Together if options.together else Simulation)(seed).run()
         codes[sim.code] += 1
         if sim.wrong:
             failed += 1
