@@ -145,6 +145,11 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                     f"{option_of(name)} is for starting without a launcher, but {launcher} has "
                     f"started this process already: leave it out"
                 )
+    elif "DDP_MEMBER" in os.environ and not settings.elastic:
+        raise UsageError(
+            "start_ranks(max_restarts=...) has started this process, in a job that replaces lost "
+            "ranks: add --elastic, or leave max_restarts out"
+        )
 
     from ddp_from_scratch.training.evaluation import test
     from ddp_from_scratch.training.loop import Trainer

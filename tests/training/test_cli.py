@@ -1,6 +1,7 @@
 """The command line's options: which are refused, with which error, and how others are set."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,8 @@ REFUSED = {
     # How ranks are started.
     "OMPI_COMM_WORLD_RANK=0 --nproc 2": "--nproc is for starting without a launcher, but mpirun "
     "has started this",
+    "RANK=0 WORLD_SIZE=1 DDP_STARTED_HERE=1 DDP_MEMBER=0": "start_ranks(max_restarts=...) has "
+    "started this process, in a job that replaces lost ranks: add --elastic, or leave max_restarts",
     "--nproc 1,1 --backend mpi": "--backend mpi runs on several machines under mpirun: mpirun "
     "--host A:8,B:2 python run.py --backend mpi",
     "--nproc 2 --node-rank 1": "--node-rank 1 is for several machines, with a count for each as in "
@@ -58,8 +61,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_refused_is_one_line(words, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    variables = [word for word in words.split() if word.startswith("OMPI")]
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
+    variables = [word for word in words.split() if re.match(r"[A-Z_]+=", word)]
     for variable in variables:
         monkeypatch.setenv(*variable.split("="))
     told = refusal(main, ["run.py"], words.split()[len(variables) :])
