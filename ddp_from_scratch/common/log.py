@@ -16,7 +16,8 @@ class StandardError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         # A closed stream or a full disk must not end a training step.
         with suppress(OSError, ValueError):
-            print(self.format(record), file=sys.stderr, flush=True)
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
 
 
 logger = logging.getLogger("ddp_from_scratch")
