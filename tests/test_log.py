@@ -35,6 +35,7 @@ def run(before="", after=""):
     return done.stderr, done.stdout
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     ("before", "after", "written"),
     [

@@ -132,7 +132,7 @@ class Elastic:
 
     def machine_failed(self, machine: int, why: str) -> Verdict:
         """Returns what to do about a machine whose agent ends, or may not join."""
-        return Verdict()  # it is lost once it is silent, and may come again
+        return Verdict()  # it is lost once it is silent, and may rejoin
 
     def _end(self, loss: Loss, job: JobState, again: bool) -> Verdict | None:
         """Returns the verdict if the others cannot continue."""

@@ -201,7 +201,7 @@ LATE = "--nproc is 1,1 there and 1,2 on machine 0"
     ],
 )
 def test_a_lost_machine(policy, lost, failed, patience):
-    """Its patience before it has come, once it has, and after its ranks have ended."""
+    """The patience before it has joined, once it has, and after its ranks have ended."""
     assert policy.machine_lost(1, 6.0) == lost
     assert policy.machine_failed(1, LATE) == failed
     states = [(False, False), (True, False), (True, True)]
