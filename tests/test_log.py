@@ -13,6 +13,7 @@ from tests.support.logged import logged
 TEXTS = ["100 % of it", "a stall", "an error"]
 ALL = "".join(f"{text}\n" for text in TEXTS)
 ROOT = "logging.basicConfig(stream=sys.stderr, format='%(levelname)s %(message)s')"
+CONFIG = "import logging.config; logging.config.dictConfig({})"
 OURS = "logger = logging.getLogger('ddp_from_scratch')"
 OWN = f"{OURS}; logger.handlers = [logging.StreamHandler(sys.stdout)]"
 
@@ -45,6 +46,8 @@ def run(before="", after=""):
         ("", f"{ROOT}; logging.getLogger().setLevel(50)", (ALL, "")),
         ("", f"{OURS}; logger.setLevel(logging.ERROR)", ("an error\n", "")),
         (f"{OURS}; logger.setLevel(logging.ERROR)", "", ("an error\n", "")),
+        ("", CONFIG.format("{'version': 1}"), ("", "")),
+        ("", CONFIG.format("{'version': 1, 'disable_existing_loggers': False}"), (ALL, "")),
         ("", OWN, ("", ALL)),
         (OWN, "", ("", ALL)),
         (

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import ddp_from_scratch as ddp
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.training.errors import one_line
 from ddp_from_scratch.training.report import Report
@@ -156,11 +157,14 @@ def broadcast(state: State | None, group: dist.ProcessGroup | None) -> Any:
     file = io.BytesIO()
     if state is not None:
         torch.save(state, file)
-    data = [file.getvalue()]
-    dist.broadcast_object_list(data, 0, group=group)
-    if state is not None or not data[0]:
-        return state
-    return torch.load(io.BytesIO(data[0]), weights_only=True)
+    size = torch.tensor([file.tell()], device="cpu")
+    ddp.wait(dist.broadcast(size, group=group, group_src=0, async_op=True))
+    if not size:
+        return None
+    data = bytearray(int(size)) if state is None else file.getbuffer()
+    wire = torch.frombuffer(data, dtype=torch.uint8)  # a window: a model may be large
+    ddp.wait(dist.broadcast(wire, group=group, group_src=0, async_op=True))
+    return torch.load(io.BytesIO(data), weights_only=True) if state is None else state
 
 
 def files(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Trains a classifier: `backward()` in `Trainer._backward` makes gradients ready."""
 
 import math
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -79,8 +80,8 @@ class Trainer:
                     raise UsageError(f"--sync-batch-norm: {settings.model} has no batch norm")
             if settings.optimizer == "muon":
                 hidden_matrices(self.model, settings.model)
-            # Without the agent that replaces lost ranks, a run of one rank is as any other.
-            elastic = settings.elastic and world.launcher != "none"
+            # Without the agent that replaces lost ranks, --elastic changes nothing.
+            elastic = settings.elastic and "DDP_MEMBER" in os.environ
             if not elastic:
                 self._open_outputs(settings.resume)
         state, compressed = (None, None) if elastic else self._begin()
@@ -537,6 +538,7 @@ class Trainer:
         assert self._elastic is not None, "which calls this"
         self.world = self._elastic.world
         self.report.is_rank_0 = self.world.rank == 0
+        self.losses = LossWatch(self.world.rank, self.world.device)
         with raise_on_all_ranks(self.group):
             self._make_loaders()
             if not self.writes:

@@ -5,6 +5,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -34,7 +35,8 @@ def place_of(thread: int) -> str:
     if at is None:
         return called
     program = frames[at]
-    source = linecache.getline(program.f_code.co_filename, program.f_lineno).strip()
+    # Python has no line for some instructions.
+    source = linecache.getline(program.f_code.co_filename, program.f_lineno or 0).strip()
     line = f"{_file(program)}:{program.f_lineno}{': ' if source else ''}{source}"
     return line if program is inside else f"{line}, in {called}"
 
@@ -62,5 +64,6 @@ def _file(frame: FrameType) -> str:
             return file.rpartition(folder)[2]
     if file.startswith(_STANDARD):
         return file.removeprefix(_STANDARD)
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)
+    with suppress(OSError):  # the folder is gone
+        file = file.removeprefix(os.getcwd() + os.sep)
+    return file

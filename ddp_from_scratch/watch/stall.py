@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -60,24 +59,27 @@ class StepProgress(NamedTuple):
 
     def of_rank(self, store: dist.Store, rank: int) -> str:
         """Returns what is known of a rank, for a report of the step in which this one waits."""
-        published, ended = self._published_by(store, rank), _end_of(store, rank)
-        if not ended:
-            return published
-        return ended if published == NO_REPORT else f"{ended}; {published}"
+        published, state = self._published_by(store, rank), _state_of(store, rank)
+        if state is None:  # on another machine
+            return published or f"no report: it has ended, {_WHY_SILENT}"
+        if not state:
+            return published or f"no report: it {_WHY_SILENT}"
+        return f"{state}; {published}" if published else state
 
     def _published_by(self, store: dist.Store, rank: int) -> str:
+        """Returns where a rank is; empty if it has published nothing of this step."""
         if not store.check([str(rank)]):
-            return NO_REPORT
+            return ""
         step, waits_for, text, place = json.loads(store.get(str(rank)))
         # A rank may have all averages of a step before it counts that step.
         if abs(step - self.step) > 1:
-            return NO_REPORT
+            return ""
         # A rank that waits for the same bucket is not the one to look at.
         waits_too = (step, waits_for) == (self.step, self.waits_for)
         return str(text) if waits_too or not place else f"{text}\n    in {place}"
 
 
-NO_REPORT = "no report: it has continued, runs C code that holds the GIL, or has no stall_after"
+_WHY_SILENT = "has continued, runs C code that holds the GIL, or has no stall_after"
 
 
 def _introduce(store: dist.Store, rank: int) -> None:
@@ -86,14 +88,14 @@ def _introduce(store: dist.Store, rank: int) -> None:
     store.set(f"{rank} is", json.dumps([this_machine(), str(process)]))
 
 
-def _end_of(store: dist.Store, rank: int) -> str:
-    """Returns what has happened to a rank's process; empty if it runs, or cannot be seen."""
+def _state_of(store: dist.Store, rank: int) -> str | None:
+    """Says that a rank's process has ended or is stopped; "" if it runs, None if unknown."""
     if not store.check([f"{rank} is"]):
-        return ""
+        return None
     machine, text = json.loads(store.get(f"{rank} is"))
     process = Process.parse(text)
     if process is None or machine != this_machine() or not process.is_visible:
-        return ""
+        return None
     if not process.is_alive():
         return f"process {process.pid} has ended"
     if process.is_stopped():
@@ -141,6 +143,8 @@ class StallWatch(Observer):
 
     def _start(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
+        if dist.is_initialized():
+            _introduce(self._store(), rank)
         self._stop = threading.Event()
         name, stop = "ddp stall watch", [self._stop]
         self._thread = threading.Thread(target=self._run, args=stop, name=name, daemon=True)
@@ -174,11 +178,6 @@ class StallWatch(Observer):
             self._thread.join(1.0)
 
     def _run(self, stop: threading.Event) -> None:
-        with suppress(RuntimeError, ValueError):  # the group has been destroyed
-            _introduce(self._store(), self._rank)
-            self._watch(stop)
-
-    def _watch(self, stop: threading.Event) -> None:
         before = published = None
         since, reported = 0.0, -1  # when it reached `before`, and the step of the last report
         while not stop.wait(self._after / _WAKES) and dist.is_initialized():
@@ -188,16 +187,20 @@ class StallWatch(Observer):
             if now != before:
                 before, since = now, time.monotonic()
                 continue
-            store, place = self._store(), place_of(self._program)
-            if (now, place) != published:
-                now.publish(store, self._rank, place)
-                published = now, place
-            waited = time.monotonic() - since
-            if now.waits_for and waited > 0.99 * self._after and now.step != reported:
-                reported = now.step
-                # Only the first rank to get here writes the report.
-                if store.add(f"report {now.step}", 1) == 1:
-                    logger.warning(self._report(now, waited, store))
+            place = place_of(self._program)
+            try:
+                store = self._store()
+                if (now, place) != published:
+                    now.publish(store, self._rank, place)
+                    published = now, place
+                waited = time.monotonic() - since
+                if now.waits_for and waited > 0.99 * self._after and now.step != reported:
+                    reported = now.step
+                    # Only the first rank to get here writes the report.
+                    if store.add(f"report {now.step}", 1) == 1:
+                        logger.warning(self._report(now, waited, store))
+            except (RuntimeError, ValueError, KeyError):
+                return  # the group has been destroyed
 
     def _store(self) -> dist.Store:
         """Returns where the ranks meet, since the group's collectives are stuck."""

@@ -233,8 +233,9 @@ class ElasticRun:
         self._on_regroup = on_regroup
         self._membership, self._reducer = membership, reducer
         self._stateful: list[Stateful] = [optimizer, *others]
-        # In an attempt, True once the optimizer has stepped, which finishes the step.
-        self._stepped: bool | None = None
+        # True once the optimizer has stepped, which finishes the attempt.
+        self._stepped = False
+        self._repeats = False  # True in `repeat`, whose function takes many steps
         optimizer.register_step_post_hook(self._note_step)
         self._exchange: dist.Work | None = None
 
@@ -244,7 +245,7 @@ class ElasticRun:
 
     @property
     def generation(self) -> int:
-        """How many groups the run has had: 1 in the first one, 0 before it."""
+        """How many groups the run has had: 1 in the first one; 0 before it and without an agent."""
         return self._membership.generation
 
     @property
@@ -259,16 +260,25 @@ class ElasticRun:
         after each optimizer step. The end of an epoch, if it is not to be repeated, counts as a
         step, and in `epochs`, too. All ranks count equally.
         In each step rank 0 tells the others of `is_over`, and all raise a CommunicationError after
-        the same step if it is True; otherwise no process can join.
+        the same step if it is True; otherwise no process can join. A function after which no rank
+        may continue alone ends with a collective.
         """
-        while True:
-            try:
+        self._repeats = True
+        try:
+            while True:
                 self._join()
-                with self._recovering():
+                try:
                     return function()
-            except Exception as error:
-                self._membership.note_failure(self.step, error)
-                raise
+                except Exception as error:
+                    # Not `_recovering`, which would hold the frames of `function`, and so the
+                    # group's connections, until the other ranks are met again.
+                    if not self._recovers(error):
+                        raise
+        except Exception as error:
+            self._membership.note_failure(self.step, error)
+            raise
+        finally:
+            self._repeats = False
 
     def attempts(self, steps: int) -> Iterator[AbstractContextManager[None]]:
         """Yields a context manager for each attempt at a step, until `steps` are finished.
@@ -308,10 +318,15 @@ class ElasticRun:
         # A step with the averages of all ranks counts, even if peers are lost: they get its result.
         if self._stepped:
             self.step += 1
-        self._stepped = None
 
     def _join(self) -> None:
         """Meets the other ranks and takes over the newest state; retries until that succeeds."""
+        if not (self._membership.elastic or self._has_joined or self._on_regroup is None):
+            # Without an agent the ranks have met already.
+            self._on_regroup(False)
+            self._take_state(0)
+            self._reducer.set_step(self.step - self.epochs)
+            self._has_joined = True
         while not self._membership.in_group:
             with self._recovering():
                 meeting = self._membership.meet(self.step)
@@ -332,8 +347,10 @@ class ElasticRun:
         module = self._reducer.module
         # `state_dict` lacks non-persistent buffers.
         tensors = {name: t.detach() for name, t in _tensors(module)}
-        states = [one.state_dict() for one in self._stateful]
-        mine = self.step, self.epochs, tensors, states
+        mine: Any = None
+        if self.world.rank == source:
+            states = [one.state_dict() for one in self._stateful]
+            mine = self.step, self.epochs, tensors, states
         self.step, self.epochs, tensors, states = broadcast_state(mine, source)
         if self.world.rank != source:
             with torch.no_grad():
@@ -355,20 +372,27 @@ class ElasticRun:
         try:
             yield
         except Exception as error:
-            if not self._membership.elastic or not is_communication_error(error):
+            if not self._recovers(error):
                 raise
-            if self._has_joined and self._left is None:
-                self._left = time.monotonic()
-            self._exchange = None
-            self._reducer.abort_step()
-            self._membership.rejoin(error)
+
+    def _recovers(self, error: Exception) -> bool:
+        """Leaves the group if the error says that a rank is lost; returns False for any other."""
+        if not self._membership.elastic or not is_communication_error(error):
+            return False
+        if self._has_joined and self._left is None:
+            self._left = time.monotonic()
+        self._exchange = None
+        self._reducer.abort_step()
+        self._membership.rejoin(error)
+        return True
 
     def _note_step(self, *_: object) -> None:
+        if self._repeats:
+            return
         if self._stepped:
             # A rank lost between the two steps would look like one that took both.
             raise RuntimeError("the optimizer steps twice in one attempt: it may step once")
-        if self._stepped is not None:
-            self._stepped = True
+        self._stepped = True
 
 
 def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -413,10 +437,10 @@ def elastic(
             (otherwise a UsageError, when a rank joins), but no second optimizer (a
             TypeError): a step that only one of two has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
-        on_regroup: called on all ranks as soon as they have met in a group, the first one, too, and
-            before they take over a state. It gets True if a rank has one; if not, all take over
-            rank 0's, which the function may have read from a checkpoint. `run.world` is then this
-            rank's place in the new group.
+        on_regroup: called on all ranks as soon as they have met in a group, and before they take
+            over a state. It gets True if a rank has one; if not, all take over rank 0's, which the
+            function may have read from a checkpoint. `run.world` is then this rank's place in the
+            group. The first group counts, also where no agent replaces lost ranks.
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")

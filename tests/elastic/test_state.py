@@ -1,8 +1,10 @@
 """The state that a rank takes over from another one."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import ddp_from_scratch as ddp
 from ddp_from_scratch.world.elastic import broadcast_state
 from tests.support.on_ranks import on
 from tests.support.refusal import refusal
@@ -27,3 +29,26 @@ def test_a_state_is_sent_as_plain_values_and_once_though_its_tensors_share_memor
     else:
         told = "holds tests.elastic.test_state.OfAProgram, which torch.load refuses"
         assert told in refusal(broadcast_state, None, 0)
+
+
+@on("gloo-2")
+def test_without_an_agent_ranks_regroup_once_and_take_over_what_rank_0_has_read(world):
+    model, seen = torch.nn.Linear(2, 2), []
+    torch.nn.init.constant_(model.weight, world.rank)
+    reducer = ddp.Reducer(model, virtual_ranks=2)
+    optimizer = ddp.SGD(model.parameters(), reducer=reducer, lr=0.1 * (world.rank + 1))
+
+    def read(has_state):
+        seen.append(has_state)
+        run.step = 3 if world.rank == 0 else 0
+
+    run = ddp.elastic(world, reducer, optimizer, on_regroup=read)
+    assert run.repeat(lambda: seen[:]) == run.repeat(lambda: seen[:]) == [False]
+    assert (run.step, optimizer.param_groups[0]["lr"]) == (3, 0.1)
+    assert torch.equal(model.weight, torch.zeros(2, 2))
+    for attempt in run.attempts(4):
+        with attempt:
+            reducer.run_virtual_ranks(lambda _: model(torch.ones(2, 2)).sum().backward())
+            optimizer.step()
+    with pytest.raises(RuntimeError, match="steps twice in one attempt"):
+        optimizer.step()
