@@ -1,8 +1,8 @@
 """The package's logger, which is `logging.getLogger("ddp_from_scratch")`.
 
-By default a message is a line on standard error, whether or not the program configures `logging`:
-the logger has a handler and a level (INFO) of its own, and does not propagate, so that a root
-handler does not write the line again. What a program has set before the import, stays.
+By default a message is a line on standard error, also after `logging.basicConfig`: the logger has a
+handler and a level (INFO) of its own, and does not propagate, so that a root handler does not write
+the line again. A handler or level that a program sets before the import stays.
 """
 
 import logging

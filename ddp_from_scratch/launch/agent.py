@@ -160,7 +160,7 @@ class Agent:
             self._living.discard(member)
             if (end := self._carry_out(self._judge(member, code))) is not None:
                 return end
-        return self._go_on()
+        return self._continue()
 
     def _exchange(self) -> None:
         """On machine 0: exchanges messages with the others, and takes the signals they received."""
@@ -190,7 +190,7 @@ class Agent:
             self.peers.tell_failure(verdict.reason)
         return verdict.exit_code
 
-    def _go_on(self) -> int | None:
+    def _continue(self) -> int | None:
         """Returns the exit code once all ranks have ended, or another machine ends the job."""
         if not self._living:
             if any(child.poll() for child in self._children.values()):

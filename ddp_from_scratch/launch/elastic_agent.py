@@ -90,7 +90,7 @@ class ElasticAgent(Agent):
             self._start_another(machine)
         return verdict
 
-    def _go_on(self) -> int | None:
+    def _continue(self) -> int | None:
         """Leads the processes to the next generation; returns the exit code at the job's end."""
         if not self._living or (self._ended_well and not self._with_state()):
             # A process that has not joined yet has no state to continue with.

@@ -23,9 +23,8 @@ class Loss(NamedTuple):
     code: int  # as `subprocess` gives it: -N after signal N
     in_generation: bool = True  # it trained with the others, or was to
     report: Member = Member()  # its last one
-    lost_machine: int | None = (
-        None  # the machine that does not answer, if that is all that is known
-    )
+    # The machine that does not answer, if that is all that is known.
+    lost_machine: int | None = None
 
     @property
     def failure(self) -> Any:

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import threading
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch import mpi
+from ddp_from_scratch.backend.mpi_start import ending
 from tests.support.failing_run import Run
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
@@ -28,6 +30,13 @@ for backend, method in cases:
     assert tensor.item() == 6
     dist.destroy_process_group()
 """
+
+
+def test_the_thread_that_ends_a_late_start_is_gone_after_a_start_in_time():
+    before = threading.enumerate()
+    with ending("rank 0", timedelta(seconds=60), lambda: "the others"):
+        assert len(threading.enumerate()) == len(before) + 1
+    assert threading.enumerate() == before
 
 
 @pytest.mark.program
@@ -59,6 +68,7 @@ PROGRAM = """
 import os, sys
 import torch, torch.distributed as dist, ddp_from_scratch as ddp
 from ddp_from_scratch import mpi
+from ddp_from_scratch.backend.mpi_start import ending
 world = ddp.process_group("mpi", timeout=100.0)
 rank, tensor = dist.get_rank(), torch.ones(1)
 dist.all_reduce(tensor, group=dist.new_group(backend="gloo"))  # meets through the same store
