@@ -28,7 +28,7 @@ from cosmic_ray.work_db import WorkDB, use_db
 from cosmic_ray.work_item import MutationSpec
 
 ROOT = Path(__file__).parents[1]
-ENGINE = ["core", "options", "virtual_ranks/tree_reduction.py"]
+ENGINE = ["core", "options", "optim", "virtual_ranks/tree_reduction.py"]
 # The folders that find most first: a mutant's run ends with the first failure.
 TESTS = ["core", "options", "virtual_ranks", "sync", "optim", "torch_ddp"]
 
