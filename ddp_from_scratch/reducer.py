@@ -80,6 +80,9 @@ class Reducer:
             Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
             (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
             `sync_buffers`; buckets keep their layout.
+        balance: deal virtual ranks by the ranks' measured speed, so that slow ranks run fewer
+            (`virtual_ranks/balance.py`). Not a bit of the result changes. `virtual_rank_range` may
+            then change from step to step.
         reduce: "sum" sums the ranks' gradients without dividing. Every `.grad` is summed as a
             whole, so set it to None or zero after each step; what an earlier sum left there would
             be summed again. Not with a comm hook or virtual ranks.
@@ -130,6 +133,7 @@ class Reducer:
         ignore: Collection[str] = (),
         ready_order: Sequence[str] | None = None,
         virtual_ranks: int | None = None,
+        balance: bool = False,
         reduce: Literal["mean", "sum"] = "mean",
         check_finite: bool = False,
         check_first_average: bool = True,
@@ -161,8 +165,12 @@ class Reducer:
         self._virtual_ranks: VirtualRanks | None = None
         self.tree_reduction: TreeReduction | None = None  # of virtual ranks
         if virtual_ranks is not None:
-            self._virtual_ranks = VirtualRanks(virtual_ranks, self.buffer_sync.snapshot, fuse_wgrad)
+            self._virtual_ranks = VirtualRanks(
+                virtual_ranks, self.buffer_sync.snapshot, windows=fuse_wgrad, balances=balance
+            )
             self.tree_reduction = self._virtual_ranks.reduction
+        elif balance:
+            raise ValueError("balance=True deals virtual ranks: add virtual_ranks=V")
 
         device = next(iter(parameters.values())).device
 
@@ -178,7 +186,7 @@ class Reducer:
                 self.buffer_sync.enable(True)
                 yield self.buffer_sync
             if self._virtual_ranks is not None:
-                yield self._virtual_ranks
+                yield from self._virtual_ranks.observers()
             if stall_after is not None:
                 yield StallWatch(stall_after)
             if straggler_every is not None:
@@ -223,7 +231,8 @@ class Reducer:
     # Inspection ---------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        return f"Reducer({self.stats()})"
+        virtual_ranks = "" if self._virtual_ranks is None else f", {self._virtual_ranks}"
+        return f"Reducer({self.stats()}{virtual_ranks})"
 
     @property
     def module(self) -> torch.nn.Module:

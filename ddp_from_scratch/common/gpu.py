@@ -24,6 +24,22 @@ def record(device: torch.device, timed: bool = False) -> torch.Event:
     return event
 
 
+class HostCopy:
+    """A copy of a tensor on the host, made when the current stream comes to it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        on_gpu = is_gpu(tensor.device)
+        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._values.copy_(tensor, non_blocking=True)
+        self._made = record(tensor.device) if on_gpu else None
+
+    def wait(self) -> torch.Tensor:
+        """Waits for the copy, and returns it."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._values
+
+
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes the device the current one in a `with` block. A no-op for a CPU."""
     if not is_gpu(device) or device.index is None:

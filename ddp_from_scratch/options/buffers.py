@@ -54,8 +54,7 @@ class BufferSync(Check):
         self._sent: list[tuple[_Message, torch.Tensor, dist.Work]] = []
         self._receivers: list[torch.Tensor] = []  # empty on the source
         # On a GPU the host reads the flag in the next average, since it runs ahead of the device.
-        self._flag: torch.Tensor | None = None
-        self._read: torch.Event | None = None
+        self._flag: gpu.HostCopy | None = None
         self._error: RuntimeError | None = None
 
     def enable(self, enabled: bool) -> None:
@@ -175,19 +174,16 @@ class BufferSync(Check):
             return bool(wire[0])
         if gpu.is_capturing():
             return False
-        self._flag = torch.empty(1, dtype=torch.uint8, pin_memory=True)
-        self._flag.copy_(wire[:1], non_blocking=True)
-        self._read = gpu.record(wire.device)
+        self._flag = gpu.HostCopy(wire[:1])
         return False
 
     def _was_set(self) -> bool:
         """True if the flag that a GPU has copied to the host is set."""
-        flag, read = self._flag, self._read
-        if flag is None or read is None or gpu.is_capturing():
+        flag = self._flag
+        if flag is None or gpu.is_capturing():
             return False
-        self._flag = self._read = None
-        read.synchronize()
-        return bool(flag)
+        self._flag = None
+        return bool(flag.wait())
 
     @torch.no_grad()
     def _write(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -36,18 +36,6 @@ from ddp_from_scratch.core.comm_hooks import comm_hook
 from ddp_from_scratch.options.comm_hooks import Later
 
 
-def virtual_rank_range(virtual_ranks: int, rank: int, ranks: int) -> range:
-    """Returns a rank's contiguous virtual ranks. The counts of ranks differ by at most one."""
-    return range(rank * virtual_ranks // ranks, (rank + 1) * virtual_ranks // ranks)
-
-
-def deal_rest(holders: Sequence[int | None], ranks: int) -> list[list[int]]:
-    """Deals the virtual ranks without a holder to ranks, as `virtual_rank_range` deals all."""
-    rest = [virtual_rank for virtual_rank, holder in enumerate(holders) if holder is None]
-    parts = [virtual_rank_range(len(rest), rank, ranks) for rank in range(ranks)]
-    return [rest[part.start : part.stop] for part in parts]
-
-
 class Block(NamedTuple):
     """A node of the tree: `size` virtual ranks from `start`, which is a multiple of `size`."""
 
@@ -104,8 +92,13 @@ class TreeReduction:
     def __init__(self, virtual_ranks: int, windows: bool) -> None:
         self._virtual_ranks, self._windows = virtual_ranks, windows
         self.sums: PartialSums = PartialSums()
-        # By rank, the virtual ranks that it sums in a step; None for equal contiguous parts.
-        self.parts: list[tuple[int, ...]] | None = None
+        # By rank, the virtual ranks that it sums in the step.
+        self.parts: list[tuple[int, ...]] = []
+        # A number that goes to all ranks with bucket `carrier`; None sends nothing.
+        self.note: float | None = None
+        self.carrier: int = 0
+        # By rank, the numbers of the last step, shape (ranks,), in the bucket's dtype.
+        self.notes: torch.Tensor | None = None
 
     def add(self, virtual_rank: int, gradients: Gradients) -> None:
         """Adds the gradients of a virtual rank, and reuses their memory. Not for the last one."""
@@ -159,27 +152,37 @@ class TreeReduction:
     ) -> Future:
         """Averages only this rank's part of the bucket; rank r's begins at `bounds[r]`."""
         ranks, rank = group.size(), group.rank()
-        parts: Sequence[Sequence[int]] = self.parts or [
-            virtual_rank_range(self._virtual_ranks, other, ranks) for other in range(ranks)
-        ]
-        blocks = [aligned_blocks(part) for part in parts]
-        rows = self._rows(bucket, parts[rank])
+        blocks = [aligned_blocks(part) for part in self.parts]
+        rows = self._rows(bucket, self.parts[rank])
         if ranks == 1:
             return Later(partial(self._fold, blocks[0], rows))
         width = rows[0].numel() // max(bucket.flat.numel(), 1)  # 2 for complex numbers
         begins = [width * begin for begin in bounds]
         sizes = [end - begin for begin, end in pairwise(begins)]
-        # By owner, then in the order of virtual ranks. A single row already has this order.
-        cut = [row[begin:end] for begin, end in pairwise(begins) for row in rows]
-        sent = torch.cat(cut) if rows[1:] else rows[0]
-        received = sent.new_empty(sum(map(len, blocks)), sizes[rank])
-        splits = [len(part) * sizes[rank] for part in blocks], [len(rows) * n for n in sizes]
-        flat = received.view(-1)
-        work = of_member(dist.all_to_all_single(flat, sent, *splits, group=group, async_op=True))
+        # By owner, then in the order of virtual ranks; a note comes last.
+        note: list[torch.Tensor] = []
+        if self.note is not None and bucket.index() == self.carrier:
+            note = [rows[0].new_full((1,), self.note)]
+        cut = [[*(row[begin:end] for row in rows), *note] for begin, end in pairwise(begins)]
+        # A single row already has this order.
+        sent = torch.cat([*chain.from_iterable(cut)]) if rows[1:] or note else rows[0]
+        splits_in = [len(part) * sizes[rank] + len(note) for part in blocks]
+        splits_out = [len(rows) * size + len(note) for size in sizes]
+        flat = sent.new_empty(sum(splits_in))
+        work = of_member(
+            dist.all_to_all_single(flat, sent, splits_in, splits_out, group=group, async_op=True)
+        )
 
         def finish() -> torch.Tensor:
             wait(work)
-            own = self._fold([*chain.from_iterable(blocks)], received.unbind())
+            received = flat.split(splits_in)
+            if note:
+                self.notes = torch.stack([of_rank[-1] for of_rank in received])
+            each = (
+                of_rank[: len(part) * sizes[rank]].view(len(part), sizes[rank]).unbind()
+                for of_rank, part in zip(received, blocks, strict=True)
+            )
+            own = self._fold([*chain.from_iterable(blocks)], [*chain.from_iterable(each)])
             as_real(bucket.flat)[begins[rank] : begins[rank + 1]] = own
             return bucket.flat
 

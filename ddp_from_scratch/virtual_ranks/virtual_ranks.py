@@ -24,12 +24,9 @@ from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.buffers import BufferSnapshot
 from ddp_from_scratch.options.checks import sync_batch_norms
-from ddp_from_scratch.virtual_ranks.tree_reduction import (
-    PartialSums,
-    TreeReduction,
-    deal_rest,
-    virtual_rank_range,
-)
+from ddp_from_scratch.virtual_ranks.balance import Balance
+from ddp_from_scratch.virtual_ranks.deal import counts_by_speed, equal_counts, parts_of
+from ddp_from_scratch.virtual_ranks.tree_reduction import PartialSums, TreeReduction
 
 Result = TypeVar("Result")
 
@@ -37,13 +34,17 @@ Result = TypeVar("Result")
 class VirtualRanks(Observer):
     """This rank's share of the `count` virtual ranks, and the state of their step."""
 
-    def __init__(self, count: int, snapshot: Callable[[], BufferSnapshot], windows: bool) -> None:
+    def __init__(
+        self, count: int, snapshot: Callable[[], BufferSnapshot], windows: bool, balances: bool
+    ) -> None:
         if not is_power_of_two(count):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
         self.count = count
         self._snapshot, self._seed = snapshot, 0
         self.step: int = 0  # it and `_seed` seed the generators, with the virtual rank
         self.reduction: TreeReduction = TreeReduction(count, windows)
+        # Measures ranks and deals by their speed; None for equal parts.
+        self.balance: Balance | None = Balance(count, self.reduction) if balances else None
         # The virtual ranks of the step that have not ended. Empty between steps.
         self._due: list[int] = []
         # Those of them that have not begun.
@@ -55,6 +56,10 @@ class VirtualRanks(Observer):
         self._results: dict[int, Any] = {}
         # This rank's virtual ranks, if some of an aborted step are kept.
         self._dealt: tuple[int, ...] | None = None
+
+    def observers(self) -> list[Observer]:
+        """Returns this object, and what it needs to observe a step."""
+        return [self] if self.balance is None else [self, self.balance]
 
     def attach(self, reducer: CoreReducer) -> None:
         if len(reducer.flat_buckets) < len(reducer.all_buckets):
@@ -80,20 +85,25 @@ class VirtualRanks(Observer):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if ranks > self.count:
             raise ValueError(f"{ranks} ranks need at least as many virtual ranks, got {self.count}")
-        if self._dealt is not None:
-            return self._dealt
         # Descending, so that rank 0 ends with the buffers of virtual rank 0, which it broadcasts.
-        return virtual_rank_range(self.count, rank, ranks)[::-1]
+        return self._dealt or self._parts(ranks)[rank][::-1]
+
+    def _parts(self, ranks: int) -> list[tuple[int, ...]]:
+        """Returns the virtual ranks of each rank, unless some of an aborted step are kept."""
+        counts = None if self.balance is None else self.balance.counts
+        return parts_of(range(self.count), counts or equal_counts(self.count, ranks))
 
     def set_step(self, step: int, seed: int | None, keep: bool) -> int:
         self.step = step
         if seed is not None:
             self._seed = seed
+        if self.balance is not None:
+            self.balance.forget_others()
         return self._deal_rest() if keep else self._forget()
 
     def _forget(self) -> int:
         """Drops the partial sums; returns how many virtual ranks are kept."""
-        self.reduction.sums, self.reduction.parts = PartialSums(), None
+        self.reduction.sums = PartialSums()
         self._results, self._dealt = {}, None
         return 0
 
@@ -104,21 +114,31 @@ class VirtualRanks(Observer):
             held = set()
             self._forget()
         rank, ranks = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
-        found = torch.zeros(self.count, dtype=torch.int64, device=self._reducer().device)
+        device = self._reducer().device
+        # By virtual rank its holder; then by rank its nanoseconds for one, or 0.
+        found = torch.zeros(self.count + ranks, dtype=torch.int64, device=device)
         found[list(held)] = 1 + rank
+        if self.balance is not None:
+            found[self.count + rank] = int(1e9 * self.balance.own_seconds())
         wait(dist.all_reduce(found, group=self._process_group, async_op=True))
-        holders = [holder - 1 if holder else None for holder in found.tolist()]
-        parts = deal_rest(holders, ranks)
-        rest = sum(map(len, parts))
+        numbers = found.tolist()
+        holders = [holder - 1 if holder else None for holder in numbers[: self.count]]
+        rest = [index for index, holder in enumerate(holders) if holder is None]
+        counts = equal_counts(len(rest), ranks)
+        if self.balance is not None:
+            self.balance.learn([each / 1e9 for each in numbers[self.count :]])
+            if self.balance.seconds:
+                counts = counts_by_speed(len(rest), self.balance.seconds)
         # Each rank must run at least one, in whose backward pass it communicates.
-        if not ranks <= rest < self.count:
+        if not ranks <= len(rest) < self.count:
             return self._forget()
-        self._dealt = tuple(parts[rank][::-1])
-        for index, holder in enumerate(holders):
-            if holder is not None:
-                parts[holder].append(index)
-        self.reduction.parts = [tuple(part) for part in parts]
-        return self.count - rest
+        parts = parts_of(rest, counts)
+        self._dealt = parts[rank][::-1]
+        kept = [
+            [i for i, holder in enumerate(holders) if holder == other] for other in range(ranks)
+        ]
+        self.reduction.parts = [(*part, *own) for part, own in zip(parts, kept, strict=True)]
+        return self.count - len(rest)
 
     @contextmanager
     def run(self, index: int) -> Iterator[None]:
@@ -158,6 +178,8 @@ class VirtualRanks(Observer):
         if not last:
             self.reduction.add(index, self._take_gradients())
             self._due.remove(index)
+            if self.balance is not None:
+                self.balance.end()
         elif self._due:
             raise RuntimeError(
                 f"virtual rank {index} ended without gradients of {shortened(reducer.missing())}: "
@@ -180,6 +202,7 @@ class VirtualRanks(Observer):
             self._before = self._snapshot(), self.step
             if self._dealt is None:
                 self._forget()
+                self.reduction.parts = self._parts(dist.get_world_size(self._process_group))
             kept = {index for _, each in self.reduction.sums.in_order() for index in each}
             for parameter, call in product(kept, reducer.calls.on_gradient):
                 call(parameter)  # forgotten when the step was dropped
@@ -190,6 +213,8 @@ class VirtualRanks(Observer):
         self.inside = index
         self._put_back()
         self._take_gradients()
+        if self.balance is not None:
+            self.balance.begin()
 
     def _take_gradients(self) -> dict[int, torch.Tensor]:
         parameters = self._reducer().parameters
@@ -201,6 +226,10 @@ class VirtualRanks(Observer):
     def _put_back(self) -> None:
         if self._before is not None:
             self._before[0].restore()
+
+    def __str__(self) -> str:
+        deal = "" if self.balance is None else f" dealt by speed ({self.balance})"
+        return f"{self.count} virtual ranks{deal}"
 
     # As an observer -------------------------------------------------------------------------------
 

@@ -132,6 +132,7 @@ PROGRAMS = {
     "two streams, no overlap": {"make": TwoStreams, "overlap": False},
     "side stream, sync batch norm": {"side": True, "make": synced},
     "side stream, virtual ranks": {"side": True, "make": normed, "virtual_ranks": 4},
+    "virtual ranks by speed": {"make": normed, "virtual_ranks": 4, "balance": True},
 }
 
 
@@ -232,6 +233,7 @@ FIRST += [
     "weights",
     "side stream, PowerSGD",
     "side stream, virtual ranks",
+    "virtual ranks by speed",
     "two streams",
 ]
 

@@ -135,6 +135,8 @@ EXPECTED_WAITS = {
     "common/group.py": "ranks that compare their modules",
     "options/finite.py": "check_finite",
     "options/local_steps.py": "a step on gradients that were not averaged",
+    "aten::_local_scalar_dense at sync/sync_batch_norm.py": "nothing learns below a layer, or a "
+    "batch has one value a channel",
     "sync/check_sync.py": "check_every, and once in the first average",
     "sync/checksums.py": "the same",
     "watch/stragglers.py": "a report of stragglers",
