@@ -198,7 +198,7 @@ class StepSampler(Sampler[int]):
                     f"--virtual-ranks must be at least the number of ranks, {world.world_size}, "
                     f"got {parts}"
                 )
-            # As `Reducer.virtual_rank_range`, in the order in which the rank runs them.
+            # As `Reducer.virtual_rank_range` with equal parts, in the order in which they run.
             first, end = (r * parts // world.world_size for r in (world.rank, world.rank + 1))
             self._mine, of = [*range(first, end)][::-1], "virtual ranks"
         batches = size // (parts * batch_size)
@@ -217,11 +217,25 @@ class StepSampler(Sampler[int]):
         self.set_epoch(0)
 
     def set_epoch(
-        self, epoch: int, first_step: int = 0, first: Sequence[int] | None = None
+        self,
+        epoch: int,
+        first_step: int = 0,
+        first: Sequence[int] | None = None,
+        later: Sequence[int] | None = None,
     ) -> None:
-        """Starts the epoch at a step, in which this rank may have other virtual ranks, `first`."""
+        """Starts the epoch at a step.
+
+        This rank runs the virtual ranks `first` in that step, and `later` in the steps after it.
+        None means its equal part of them.
+        """
         self._epoch, self._first_step = epoch, first_step
         self._first = self._mine if first is None else list(first)
+        self._later = self._mine if later is None else list(later)
+
+    def is_for(self, step: int, virtual_ranks: Sequence[int]) -> bool:
+        """True if the images of this step are those of these virtual ranks."""
+        planned = self._first if step == self._first_step else self._later
+        return planned == list(virtual_ranks)
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
@@ -229,13 +243,13 @@ class StepSampler(Sampler[int]):
         images = images[: self.steps_per_epoch * self.global_batch_size]
         dealt = images.view(self.steps_per_epoch, -1, self._parts)
         first, later = dealt[self._first_step :][:1], dealt[self._first_step + 1 :]
-        parts = first[:, :, self._first], later[:, :, self._mine]
+        parts = first[:, :, self._first], later[:, :, self._later]
         return iter(torch.cat([part.mT.flatten() for part in parts]).tolist())
 
     def __len__(self) -> int:
         per_part = self.global_batch_size // self._parts
         later = self.steps_per_epoch - self._first_step - 1
-        return max(0, len(self._first) + later * len(self._mine)) * per_part
+        return max(0, len(self._first) + later * len(self._later)) * per_part
 
 
 def make_loader(

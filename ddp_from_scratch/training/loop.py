@@ -143,6 +143,7 @@ class Trainer:
             stall_after=settings.stall_after if settings.stall_after < math.inf else None,
             ready_order=None if state is None else state["ready_order"],
             virtual_ranks=settings.virtual_ranks,
+            balance=settings.balance,
         )
         self.power_sgd: ddp.power_sgd.PowerSGDState | None = None
         if settings.compress == "powersgd":
@@ -230,17 +231,17 @@ class Trainer:
     def _train_epoch(self, stop: StopSignal) -> int:
         """Trains to the end of the epoch; returns the signal that stopped it, or 0."""
         self.model.train()
-        virtual = self.settings.virtual_ranks is not None
-        self.sampler.set_epoch(
-            self.epoch, self.step, self.reducer.virtual_rank_range if virtual else None
-        )
         first, began = self.step, time.monotonic()
-        batches = iter(self.train)
+        batches = self._load_from_here()
         title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
         for _ in self.report.progress(range(first, self.sampler.steps_per_epoch), title):
             # Overlaps with the step, so it has the losses of earlier steps only.
             is_over = self._elastic is not None and self._elastic.is_over
             stop.ask(self.losses.known(), is_over)
+            if self.settings.balance and not self.sampler.is_for(
+                self.step, self.reducer.virtual_rank_range
+            ):
+                batches = self._load_from_here()
             self._step(batches)
             self._report_regrouping()
             if number := self._answer(stop):
@@ -250,6 +251,17 @@ class Trainer:
         images = (self.step - first) * self.sampler.global_batch_size
         self.images_per_second = images / (time.monotonic() - began)
         return 0
+
+    def _load_from_here(self) -> Iterator[Any]:
+        """Starts to load this rank's batches, from the next step to the end of the epoch."""
+        if self.settings.virtual_ranks is None:
+            self.sampler.set_epoch(self.epoch, self.step)
+        else:
+            # After a loss this may be a part of a step, which other ranks have begun.
+            now = self.reducer.virtual_rank_range
+            later = now if self.settings.balance else None
+            self.sampler.set_epoch(self.epoch, self.step, now, later)
+        return iter(self.train)
 
     def _step(self, batches: Iterator[Any]) -> None:
         settings = self.settings

@@ -190,6 +190,10 @@ class Settings:
         "bits on any number of ranks. --batch-size is that of a virtual rank",
         **_VIRTUAL_RANKS,
     )
+    balance: bool = _training(
+        "deal virtual ranks by speed, so that a slow rank computes fewer; the bits stay the same",
+        False,
+    )
     precision: str = _training(
         "of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
     )
@@ -271,6 +275,8 @@ class Settings:
             raise UsageError("--max-restarts is for --elastic, which is not given")
         if self.virtual_ranks is not None:
             self._check_virtual_ranks()
+        elif self.balance and not self.elastic:  # which has virtual ranks by default
+            raise UsageError("--balance deals virtual ranks: add --virtual-ranks")
         if self.shard != "none":
             self._check_shard()
 

@@ -124,7 +124,9 @@ class Balance(Tracer):
             return "equal parts so far"
         counts = self.counts or equal_counts(self._count, len(self.seconds))
         rows = enumerate(zip(counts, self.seconds, strict=True))
-        return ", ".join(f"rank {rank} {own} of {1e3 * s:.3g} ms" for rank, (own, s) in rows)
+        return ", ".join(
+            f"rank {rank} runs {own} ({1e3 * s:.3g} ms each)" for rank, (own, s) in rows
+        )
 
 
 def seconds_between(begin: Moment, end: Moment) -> float:

@@ -25,6 +25,7 @@ REFUSED = {
     "--virtual-ranks 2 --compress bf16": "--compress cannot be used with --virtual-ranks: leave",
     "--virtual-ranks 2 --sync-batch-norm": "--sync-batch-norm cannot be used with --virtual-ranks",
     "--elastic --sync-batch-norm": "--sync-batch-norm cannot be used with --elastic: leave one",
+    "--balance": "--balance deals virtual ranks: add --virtual-ranks",
     "--virtual-ranks 3": "--virtual-ranks must be a power of two, got 3",
     "--powersgd-rank 2": "--powersgd-rank is for --compress powersgd, which is not given",
     f"--seed {2**62}": f"--seed must be 0 to 2**62 - 1, got {2**62}",

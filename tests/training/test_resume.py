@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+from itertools import cycle
 from unittest.mock import patch
 
 import numpy as np
@@ -19,6 +20,7 @@ from ddp_from_scratch.training.loop import Trainer
 from ddp_from_scratch.training.models import make_model
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
+from ddp_from_scratch.virtual_ranks.balance import Balance
 from tests.support.on_ranks import on
 from tests.support.tiers import slow
 
@@ -199,6 +201,24 @@ def test_virtual_ranks_are_resumed_on_another_number_of_ranks(ranks, whole, tmp_
     ranks("gloo", 1)(run, tmp_path, changes, None, "auto")
     assert contents(tmp_path)["/rng"] == []
     assert contents(tmp_path) == contents(whole("gloo-1", changes)[1])
+
+
+def dealt_anew(world, folder, changes):
+    """Another deal after every other average, whatever the ranks' speed."""
+    deals = cycle([[3, 5], [3, 5], [7, 1], [7, 1], [4, 4]])
+
+    def learn(balance, seconds):
+        balance.counts = next(deals)
+
+    with patch.object(Balance, "learn", learn):
+        return run(world, folder, changes | {"balance": True})
+
+
+@pytest.mark.parametrize("workers", [0, slow(1)])
+def test_the_loader_follows_a_new_deal_of_virtual_ranks(ranks, whole, tmp_path, workers):
+    dealt = VIRTUAL_RANKS | {"workers": workers}
+    ranks("gloo", 2)(dealt_anew, tmp_path, dealt, limit=60)
+    assert contents(tmp_path) == contents(whole("gloo-1", VIRTUAL_RANKS)[1])
 
 
 def refusals(world, stopped):

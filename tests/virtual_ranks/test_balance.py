@@ -106,7 +106,7 @@ def test_a_slow_rank_runs_fewer_virtual_ranks(world):
     with patch.object(balance, "perf_counter", clock), logged() as lines:
         clock.run(reducer, model, 10)
         assert len(reducer.virtual_rank_range) == [11, 5][world.rank]
-        text = "rank 0 11 of 20 ms, rank 1 5 of 44 ms"
+        text = "rank 0 runs 11 (20 ms each), rank 1 runs 5 (44 ms each)"
         assert repr(reducer).endswith(f"16 virtual ranks dealt by speed ({text}))")
         told = f"dealt by speed: {text}; the last rank computes for 220 ms a step, 352 ms before"
         assert lines == [("INFO", f"virtual ranks are {told}")] * (world.rank == 0)
