@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 from ddp_from_scratch.common import log as _log  # noqa: F401  # before a program configures logging
 
 if TYPE_CHECKING:
-    from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
+    from ddp_from_scratch.common.errors import (
+        CommunicationError,
+        PeerError,
+        UsageError,
+        WrongResultError,
+    )
     from ddp_from_scratch.common.group import wait
     from ddp_from_scratch.launch.claim import environment_without_rank
     from ddp_from_scratch.launch.environment import launcher
@@ -55,6 +60,7 @@ __all__ = [
     "SyncBatchNorm",
     "UsageError",
     "World",
+    "WrongResultError",
     "broadcast_buffers",
     "broadcast_optimizer_state",
     "broadcast_parameters",
@@ -89,6 +95,7 @@ _MODULES = {
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "common.errors",
     "World": "world.world",
+    "WrongResultError": "common.errors",
     "broadcast_buffers": "sync.broadcast",
     "broadcast_optimizer_state": "sync.optimizer_state",
     "broadcast_parameters": "sync.broadcast",

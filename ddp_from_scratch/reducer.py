@@ -83,6 +83,9 @@ class Reducer:
         balance: deal virtual ranks by the ranks' measured speed, so that slow ranks run fewer
             (`virtual_ranks/balance.py`). Not a bit of the result changes. `virtual_rank_range` may
             then change from step to step.
+        recheck_every: N: in every Nth step another rank repeats one virtual rank. If the bits of
+            its gradients or buffers differ, `run_virtual_ranks` raises a WrongResultError on all
+            ranks before the average counts (`virtual_ranks/recheck.py`). None means never.
         reduce: "sum" sums the ranks' gradients without dividing. Every `.grad` is summed as a
             whole, so set it to None or zero after each step; what an earlier sum left there would
             be summed again. Not with a comm hook or virtual ranks.
@@ -134,6 +137,7 @@ class Reducer:
         ready_order: Sequence[str] | None = None,
         virtual_ranks: int | None = None,
         balance: bool = False,
+        recheck_every: int | None = None,
         reduce: Literal["mean", "sum"] = "mean",
         check_finite: bool = False,
         check_first_average: bool = True,
@@ -166,11 +170,16 @@ class Reducer:
         self.tree_reduction: TreeReduction | None = None  # of virtual ranks
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(
-                virtual_ranks, self.buffer_sync.snapshot, windows=fuse_wgrad, balances=balance
+                virtual_ranks,
+                self.buffer_sync.snapshot,
+                windows=fuse_wgrad,
+                balances=balance,
+                recheck_every=recheck_every,
             )
             self.tree_reduction = self._virtual_ranks.reduction
-        elif balance:
-            raise ValueError("balance=True deals virtual ranks: add virtual_ranks=V")
+        elif balance or recheck_every is not None:
+            name = "balance=True" if balance else f"recheck_every={recheck_every}"
+            raise ValueError(f"{name} needs virtual ranks: add virtual_ranks=V")
 
         device = next(iter(parameters.values())).device
 

@@ -29,7 +29,7 @@ ROOMS = {
         "node": "backend common",
         "sync": "common core",
         "options": "backend common core sync",
-        "virtual_ranks": "common core options",
+        "virtual_ranks": "common core options sync",
         "watch": "backend common core options",
         "reducer": "common core node options sync virtual_ranks watch",
         "optim": "backend common core options reducer sync",
@@ -43,6 +43,7 @@ ROOMS = {
 PUBLIC = [
     *("SGD", "Adam", "AdamW", "CommunicationError", "DistributedDataParallel", "JoinableReducer"),
     *("Muon", "PeerError", "Reducer", "StragglerReport", "SyncBatchNorm", "UsageError", "World"),
+    "WrongResultError",
     *("broadcast_buffers", "broadcast_optimizer_state", "broadcast_parameters", "check_sync"),
     "comm_hooks",
     *("convert_sync_batchnorm", "elastic", "environment_without_rank", "is_communication_error"),

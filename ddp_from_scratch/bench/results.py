@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddp_from_scratch.common.process import processor_name
+
 # Contenders' names; those of torch's class begin with TORCH.
 NO_COMMUNICATION = "no communication"
 TORCH = "torch DDP"
@@ -204,8 +206,6 @@ def describe() -> dict[str, Any]:
 
     from ddp_from_scratch.common import gpu
 
-    info = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.*\S)", info.read_text() if info.exists() else "")
     # Not an import of mpi4py, which would start MPI.
     mpi = sys.modules.get("mpi4py.MPI")
     # An installed package may lie inside another repository.
@@ -213,7 +213,7 @@ def describe() -> dict[str, Any]:
     but_results = (":/", ":(top,exclude)benchmarks/results")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *but_results)
     return {
-        "processor": model[1] if model else platform.machine(),
+        "processor": processor_name(),
         "cores": len(os.sched_getaffinity(0)),  # that this process may use
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpu": gpu.product_name(),

@@ -22,6 +22,25 @@ class CommunicationError(RuntimeError):
     """An operation that failed or timed out, usually because another rank is gone."""
 
 
+class WrongResultError(RuntimeError):
+    """Ranks computed different bits for one virtual rank, so one of them computes wrongly.
+
+    Attributes:
+        rank: the rank that computed wrongly; None if only two ranks could be asked.
+        step, virtual_rank: what was computed.
+    """
+
+    def __init__(self, text: str, rank: int | None, step: int, virtual_rank: int) -> None:
+        super().__init__(text)
+        self.rank: int | None = rank
+        self.step: int = step
+        self.virtual_rank: int = virtual_rank
+
+
+class PeerWrongResultError(WrongResultError, CommunicationError):
+    """That error on the other ranks, which in an elastic run continue without the wrong one."""
+
+
 class NoSharedMemory(CommunicationError):
     """There is no room for shared memory between the ranks of a machine."""
 

@@ -1,6 +1,8 @@
-"""A process on this machine, as /proc shows it."""
+"""This machine's processes and processor, as /proc shows them."""
 
 import os
+import platform
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -72,3 +74,10 @@ def _namespace() -> str:
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
+
+
+def processor_name() -> str:
+    """Returns the name of this machine's processor; its architecture where the system has none."""
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*\S)", info.read_text() if info.exists() else "")
+    return model[1] if model else platform.machine()

@@ -14,7 +14,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn, TextIO
 
-from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
+from ddp_from_scratch.common.errors import (
+    CommunicationError,
+    PeerError,
+    UsageError,
+    WrongResultError,
+)
 from ddp_from_scratch.common.log import logger
 from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.launch import ancestors, environment
@@ -145,6 +150,8 @@ def _report_of(error: Exception) -> str:
         time.sleep(2.0 + 0.2 * min(rank, 10))
         first = next(iter(str(error).splitlines()), type(error).__name__)
         return f"error: rank {rank} lost the other ranks: {first}"
+    if isinstance(error, WrongResultError):
+        return f"error: {error}"
     if _is_of_backend(error):
         return f"error: rank {rank}: {_printable(_cause(str(error)))}"
     lines = "".join(traceback.format_exception(error)).splitlines(keepends=True)

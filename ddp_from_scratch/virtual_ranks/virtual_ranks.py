@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ from ddp_from_scratch.options.buffers import BufferSnapshot
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.virtual_ranks.balance import Balance
 from ddp_from_scratch.virtual_ranks.deal import counts_by_speed, equal_counts, parts_of
+from ddp_from_scratch.virtual_ranks.recheck import Recheck
 from ddp_from_scratch.virtual_ranks.tree_reduction import PartialSums, TreeReduction
 
 Result = TypeVar("Result")
@@ -35,7 +37,13 @@ class VirtualRanks(Observer):
     """This rank's share of the `count` virtual ranks, and the state of their step."""
 
     def __init__(
-        self, count: int, snapshot: Callable[[], BufferSnapshot], windows: bool, balances: bool
+        self,
+        count: int,
+        snapshot: Callable[[], BufferSnapshot],
+        *,
+        windows: bool,
+        balances: bool,
+        recheck_every: int | None,
     ) -> None:
         if not is_power_of_two(count):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
@@ -45,6 +53,10 @@ class VirtualRanks(Observer):
         self.reduction: TreeReduction = TreeReduction(count, windows)
         # Measures ranks and deals by their speed; None for equal parts.
         self.balance: Balance | None = Balance(count, self.reduction) if balances else None
+        # Computes one virtual rank twice in some steps; None never does.
+        self.recheck: Recheck | None = None
+        if recheck_every is not None:
+            self.recheck = Recheck(recheck_every, snapshot)
         # The virtual ranks of the step that have not ended. Empty between steps.
         self._due: list[int] = []
         # Those of them that have not begun.
@@ -59,7 +71,7 @@ class VirtualRanks(Observer):
 
     def observers(self) -> list[Observer]:
         """Returns this object, and what it needs to observe a step."""
-        return [self] if self.balance is None else [self, self.balance]
+        return [self, *(each for each in (self.balance, self.recheck) if each is not None)]
 
     def attach(self, reducer: CoreReducer) -> None:
         if len(reducer.flat_buckets) < len(reducer.all_buckets):
@@ -99,6 +111,8 @@ class VirtualRanks(Observer):
             self._seed = seed
         if self.balance is not None:
             self.balance.forget_others()
+        if self.recheck is not None:
+            self.recheck.forget()
         return self._deal_rest() if keep else self._forget()
 
     def _forget(self) -> int:
@@ -144,6 +158,10 @@ class VirtualRanks(Observer):
     def run(self, index: int) -> Iterator[None]:
         """A context for one virtual rank. An exception drops the step and propagates."""
         reducer: CoreReducer = self._reducer()
+        if self.recheck is not None:
+            raise RuntimeError(
+                "with recheck_every=N use run_virtual_ranks, whose function another rank can call"
+            )
         try:
             with self._virtual_rank(index, reducer):
                 yield
@@ -157,6 +175,10 @@ class VirtualRanks(Observer):
 
         if self.inside is not None:  # outside of the `try`, which would drop that one's step
             raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
+        recheck = self.recheck
+        if recheck is not None and recheck.is_due(self.step) and self._dealt is None:
+            parts = self._parts(dist.get_world_size(self._process_group))
+            recheck.begin(self.step, parts, partial(self._repeat, function))
         try:
             for index in self.range():
                 with self._virtual_rank(index, reducer):
@@ -164,8 +186,17 @@ class VirtualRanks(Observer):
                 self._results[index] = result
         except BaseException:
             reducer.abort_step()
+            if recheck is not None and recheck.mismatch is not None:
+                raise recheck.vote(recheck.mismatch, partial(self._repeat, function)) from None
             raise
         return [self._results[index] for index in sorted(self._results)]
+
+    def _repeat(self, function: Callable[[int], Any], index: int) -> dict[int, torch.Tensor]:
+        """Calls the function for any virtual rank, and returns its gradients. Nothing is sent."""
+        self._take_gradients()
+        with seeded(self._seed, self.step, index), self._reducer().no_sync():
+            function(index)
+        return self._take_gradients()
 
     @contextmanager
     def _virtual_rank(self, index: int, reducer: CoreReducer) -> Iterator[None]:
@@ -176,7 +207,10 @@ class VirtualRanks(Observer):
         if self.inside != index:
             raise RuntimeError(f"the step was dropped inside virtual rank {index}")
         if not last:
-            self.reduction.add(index, self._take_gradients())
+            gradients = self._take_gradients()
+            if self.recheck is not None:
+                self.recheck.note(index, gradients)
+            self.reduction.add(index, gradients)
             self._due.remove(index)
             if self.balance is not None:
                 self.balance.end()

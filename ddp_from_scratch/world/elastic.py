@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp_from_scratch.common.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError, WrongResultError
 from ddp_from_scratch.common.group import set_failure_detector, wait
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
 from ddp_from_scratch.launch.job_store import NO_STATE, FileStore, Generation, JobStore, Member
@@ -379,6 +379,8 @@ class ElasticRun:
         """Leaves the group if the error says that a rank is lost; returns False for any other."""
         if not self._membership.elastic or not is_communication_error(error):
             return False
+        if isinstance(error, WrongResultError) and error.rank is None:
+            return False  # nobody knows which rank must leave
         if self._has_joined and self._left is None:
             self._left = time.monotonic()
         self._exchange = None

@@ -159,7 +159,7 @@ def test_ranks_that_have_not_measured_keep_equal_parts(alone):
 
 
 def test_balance_needs_virtual_ranks(alone):
-    with pytest.raises(ValueError, match="balance=True deals virtual ranks: add virtual_ranks=V"):
+    with pytest.raises(ValueError, match="balance=True needs virtual ranks: add virtual_ranks=V"):
         ddp.Reducer(nn.Linear(3, 2), balance=True)
 
 
