@@ -38,24 +38,26 @@ def check_steps(kind: str, settings: dict[str, Any], dtype: torch.dtype, cut: bo
     """Two steps of parameters of every size, whole or cut at a cache line, beside torch's."""
     rule = KINDS[kind][0]
     torch.manual_seed(0)
-    for size in SIZES:
-        parameter = torch.nn.Parameter(torch.randn(size, dtype=dtype))
-        optimizer = torchs(kind)([parameter], lr=0.03, **settings)
-        ours = parameter.detach().clone()
-        group = optimizer.param_groups[0]
-        names = [name for name in rule.state_names(group) if name != "step"]
-        state = [torch.zeros(size, dtype=dtype) for _ in names]
-        line = CACHE_LINE // dtype.itemsize
-        middle = size // 2 // line * line if cut else 0
-        for num_steps in range(2):
+    parameters = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for size in SIZES]
+    optimizer = torchs(kind)(parameters, lr=0.03, **settings)
+    group = optimizer.param_groups[0]
+    names = [name for name in rule.state_names(group) if name != "step"]
+    ours = [parameter.detach().clone() for parameter in parameters]
+    states = [[torch.zeros_like(values) for _ in names] for values in ours]
+    line = CACHE_LINE // dtype.itemsize
+    for num_steps in range(2):
+        for parameter, values, state in zip(parameters, ours, states, strict=True):
+            size = len(values)
             parameter.grad = torch.randn(size, dtype=dtype)
+            middle = size // 2 // line * line if cut else 0
             for part in (slice(middle), slice(middle, None)):
-                columns = [[t[part]] for t in (ours, parameter.grad, *state)]
+                columns = [[t[part]] for t in (values, parameter.grad, *state)]
                 if columns[0][0].numel():
                     rule.update_flat(columns, num_steps, group)
-            optimizer.step()
-            where = f"{kind} {settings}, {size} of {dtype}, step {num_steps}"
-            assert ours.equal(parameter.detach()), where
+        optimizer.step()
+        for parameter, values, state in zip(parameters, ours, states, strict=True):
+            where = f"{kind} {settings}, {len(values)} of {dtype}, step {num_steps}"
+            assert values.equal(parameter.detach()), where
             for name, value in zip(names, state, strict=True):
                 assert value.equal(optimizer.state[parameter][name]), f"{name}: {where}"
 

@@ -133,10 +133,17 @@ class Connection:
         self._closed = True
 
 
+def locked() -> threading.Lock:
+    """A lock that one thread acquires once another has released it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Task:
     def __init__(self, process: Process, function: Callable[[], Any], is_main: bool = True) -> None:
         self.process, self.wakes, self.done = process, process.sim.now, False
-        self.go = threading.Semaphore(0)
+        self.go = locked()
         self._function, self._is_main = function, is_main
 
     def start(self) -> None:
@@ -168,7 +175,7 @@ class Task:
             self.process.end(1)
         finally:
             self.done = True
-            sim.baton.release()
+            sim.resume_next()
 
 
 class Store:

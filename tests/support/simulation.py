@@ -14,7 +14,6 @@ import pickle
 import random
 import signal
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -47,6 +46,7 @@ from tests.support.simulated import (
     Store,
     Task,
     Work,
+    locked,
 )
 
 STEPS, STEP_S, MAX_RESTARTS = 12, 1.0, 4
@@ -76,8 +76,8 @@ class Simulation:
     ) -> None:
         self.random, self.now, self.messages = random.Random(seed), 0.0, 0
         self.tasks: list[Task] = []
-        self.baton = threading.Semaphore(0)
         self.running: Any = None
+        self.over = locked()
         self.data = dist.HashStore()
         self.groups: dict[int, Group] = {}
         self.ranks: list[Process] = []
@@ -104,7 +104,8 @@ class Simulation:
                 stack.enter_context(patch.object(signal, name))
             number_of = lambda _, generation: generation.number  # noqa: E731
             stack.enter_context(patch.object(elastic.Membership, "_group_store", number_of))
-            self._run_tasks()
+            self.resume_next()
+            self.over.acquire()
         self.code = self.agents[0].code
         self._check()
         return self
@@ -145,20 +146,23 @@ class Simulation:
             self.sleep(self.random.choice([0.0, 0.002, 0.03]))
         self.check_alive()
 
-    def _run_tasks(self) -> None:
-        while ahead := [t for t in self.tasks if not t.done]:
-            able = [t for t in ahead if not t.process.stopped or not t.process.alive]
-            if not able or self.now > LIMIT_S:
-                self.wrong.append(f"{len(ahead)} tasks wait for ever")
-                for task in ahead:
-                    task.process.end(1)
-                able = ahead
-            # What is gone ends at once.
-            task = min(able, key=lambda t: t.wakes if t.process.alive else 0.0)
-            self.now = max(self.now, task.wakes) if task.process.alive else self.now
-            self.running = task
-            task.go.release()
-            self.baton.acquire()
+    def resume_next(self) -> None:
+        """Lets the task run whose turn it is, which may be the one that calls this."""
+        ahead = self.tasks = [t for t in self.tasks if not t.done]
+        if not ahead:
+            self.over.release()
+            return
+        able = [t for t in ahead if not t.process.stopped or not t.process.alive]
+        if not able or self.now > LIMIT_S:
+            self.wrong.append(f"{len(ahead)} tasks wait for ever")
+            for task in ahead:
+                task.process.end(1)
+            able = ahead
+        # What is gone ends at once.
+        task = min(able, key=lambda t: t.wakes if t.process.alive else 0.0)
+        self.now = max(self.now, task.wakes) if task.process.alive else self.now
+        self.running = task
+        task.go.release()
 
     def start_machine(self, number: int) -> None:
         process = self.agents[number] = Process(self, number)
@@ -314,7 +318,7 @@ class Simulation:
         self.check_alive()
         task = self.running
         task.wakes = self.now + seconds * self.random.uniform(1.0, 1.2)
-        self.baton.release()
+        self.resume_next()
         task.go.acquire()
         self.check_alive()
 
