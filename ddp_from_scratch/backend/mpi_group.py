@@ -69,7 +69,7 @@ atexit.register(_end_at_once_after_failure)
 COUNTABLE = 2**31 - 2**20  # bytes; most MPIs count in 32 bits
 BLOCK = 2**30
 
-_EXCHANGE_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0) - 1  # programs use lower ones
+_EXCHANGE_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)  # programs use lower ones
 
 
 def message(tensor: torch.Tensor) -> Any:
@@ -227,10 +227,6 @@ def _require_rank() -> None:
         raise RuntimeError(FORKED)
 
 
-# Of `monitored_barrier`: beyond every tag that a program uses.
-_BARRIER_TAG = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
-
-
 class ProcessGroupMPI(CollectivesGroup):
     """A process group with its own MPI communicator, a duplicate of the given one.
 
@@ -294,46 +290,6 @@ class ProcessGroupMPI(CollectivesGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> P2PWork:
         return self.recv(tensors, MPI.ANY_SOURCE, tag)
-
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Names a rank that is late. It uses messages only, for a group whose collectives hang."""
-        limit = timeout if timeout and timeout > timedelta(0) else self._timeout
-        rank, others = self.rank(), range(1, self.size())
-        if rank != 0:
-            # Rank 0 cannot be missing if it answers, so 0 means that no rank is missing.
-            answer = torch.zeros(1, dtype=torch.int64, device="cpu")
-            self.send([torch.zeros_like(answer)], 0, _BARRIER_TAG)
-            self.recv([answer], 0, _BARRIER_TAG).wait(limit + timedelta(seconds=5))
-            missing = [int(answer)] if answer else []
-        else:
-            heard = {
-                other: self.recv(
-                    [torch.zeros(1, dtype=torch.int64, device="cpu")], other, _BARRIER_TAG
-                )
-                for other in others
-            }
-            deadline = time.monotonic() + limit.total_seconds()
-            # One loop for all ranks, since they share the timeout.
-            while not all(m.is_completed() for m in heard.values()) and time.monotonic() < deadline:
-                time.sleep(1e-3)
-            missing = [other for other in others if not heard[other].is_completed()]
-            for other in set(others) - set(missing):
-                answer = torch.tensor([missing[0] if missing else 0], device="cpu")
-                self.send([answer], other, _BARRIER_TAG).wait()
-        if missing:
-            named = missing if wait_all_ranks else missing[:1]
-            missed = (
-                f"Rank{'s' * (len(named) > 1)} {', '.join(map(str, named))} failed to pass "
-                f"monitoredBarrier in {limit.total_seconds() * 1e3:g} ms"
-            )
-            if rank != 0:  # gloo's wording, which programs search for
-                missed = (
-                    f"Rank {rank} successfully reached monitoredBarrier, but received errors while "
-                    f"waiting for send/recv from rank 0: {missed}"
-                )
-            raise RuntimeError(f"[Rank {rank}]: {missed}")
 
     # Lifetime ------------------------------------------------------------------------------------
 

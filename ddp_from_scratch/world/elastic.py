@@ -21,8 +21,12 @@ from ddp_from_scratch.common.group import set_failure_detector, wait
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
 from ddp_from_scratch.launch.job_store import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.rank_process import is_communication_error
-from ddp_from_scratch.node import abort_on_lost_rank, clear_tracebacks, close_default_group
 from ddp_from_scratch.reducer import Reducer
+from ddp_from_scratch.world.closing import (
+    abort_on_lost_rank,
+    clear_tracebacks,
+    close_default_group,
+)
 from ddp_from_scratch.world.world import World, replace_group
 
 if TYPE_CHECKING:

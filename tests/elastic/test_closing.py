@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.common import group
 from ddp_from_scratch.common.errors import CommunicationError
-from ddp_from_scratch.node import close_default_group
+from ddp_from_scratch.world.closing import close_default_group
 from tests.support.refusal import text_of
 
 

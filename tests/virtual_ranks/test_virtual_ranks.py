@@ -14,8 +14,8 @@ from torch import nn
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.core.observer import Observer
-from ddp_from_scratch.node import close_default_group
 from ddp_from_scratch.sync.check_sync import DriftCheck
+from ddp_from_scratch.world.closing import close_default_group
 from tests.support.on_ranks import on
 from tests.support.ranks import Crew
 from tests.support.tiers import slow
