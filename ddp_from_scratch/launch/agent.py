@@ -107,6 +107,11 @@ class Agent:
                 signal.signal(number, handler)
         return code
 
+    @property
+    def is_stopping(self) -> bool:
+        """True once a stop signal has been received."""
+        return bool(self._received)
+
     def _start(self, member: int) -> None:
         self._living.add(member)
         self._children[member] = self._launch(member)

@@ -82,17 +82,6 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_to_terminal() -> None:
-    """Connects the output of a rank of `start_mpirun` to its terminal. Otherwise a no-op."""
-    for stream in (1, 2):  # mpirun buffers whole lines, and a progress bar never ends its line
-        path = os.environ.get(f"{environment.TERMINAL}{stream}")
-        if path is not None:
-            with suppress(OSError):
-                terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
-                os.dup2(terminal, stream)
-                os.close(terminal)
-
-
 def run_to_exit(main: Callable[[], int]) -> NoReturn:
     """Calls `main` and exits with the code that it returns.
 
