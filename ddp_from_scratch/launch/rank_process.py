@@ -204,12 +204,9 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Logs a line, by default to standard error (`common/log.py`), or prints it to a stream."""
-    if stream is None:
-        logger.info(text)
-    else:
-        flush(stream, f"{text}\n")
+def say(text: str) -> None:
+    """Logs a line, by default to standard error (`common/log.py`)."""
+    logger.info(text)
 
 
 def replace_closed_streams() -> None:
