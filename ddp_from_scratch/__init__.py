@@ -20,6 +20,7 @@ from ddp_from_scratch.common import log as _log  # noqa: F401  # before a progra
 if TYPE_CHECKING:
     from ddp_from_scratch.common.errors import CommunicationError, PeerError, UsageError
     from ddp_from_scratch.common.group import wait
+    from ddp_from_scratch.common.state import broadcast_state
     from ddp_from_scratch.launch.claim import environment_without_rank
     from ddp_from_scratch.launch.environment import launcher
     from ddp_from_scratch.launch.rank_process import is_communication_error
@@ -58,6 +59,7 @@ __all__ = [
     "broadcast_buffers",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "broadcast_state",
     "check_sync",
     "comm_hooks",
     "convert_sync_batchnorm",
@@ -92,6 +94,7 @@ _MODULES = {
     "broadcast_buffers": "sync.broadcast",
     "broadcast_optimizer_state": "sync.optimizer_state",
     "broadcast_parameters": "sync.broadcast",
+    "broadcast_state": "common.state",
     "check_sync": "sync.check_sync",
     "comm_hooks": "options.comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",

@@ -43,8 +43,8 @@ ROOMS = {
 PUBLIC = [
     *("SGD", "Adam", "AdamW", "CommunicationError", "DistributedDataParallel", "JoinableReducer"),
     *("Muon", "PeerError", "Reducer", "StragglerReport", "SyncBatchNorm", "UsageError", "World"),
-    *("broadcast_buffers", "broadcast_optimizer_state", "broadcast_parameters", "check_sync"),
-    "comm_hooks",
+    *("broadcast_buffers", "broadcast_optimizer_state", "broadcast_parameters", "broadcast_state"),
+    *("check_sync", "comm_hooks"),
     *("convert_sync_batchnorm", "elastic", "environment_without_rank", "is_communication_error"),
     *("join", "launcher", "power_sgd", "process_group", "start_mpirun", "start_ranks"),
     *("timeline", "wait"),

@@ -505,7 +505,7 @@ class Trainer:
         state = self._find_checkpoint()
         # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
         compressed = None if state is None else state.pop("compression", None)
-        return checkpoint.broadcast(state, self.group), compressed
+        return ddp.broadcast_state(state, process_group=self.group), compressed
 
     def _find_checkpoint(self) -> checkpoint.State | None:
         """Returns the checkpoint to continue from, if any, on rank 0; else None. Collective."""

@@ -1,15 +1,12 @@
 """Repeats a training step when a rank is lost during it, in a new group of the other ranks."""
 
-import io
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -18,6 +15,7 @@ from torch.optim import Optimizer
 
 from ddp_from_scratch.common.errors import CommunicationError, UsageError
 from ddp_from_scratch.common.group import set_failure_detector, wait
+from ddp_from_scratch.common.state import broadcast_state
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
 from ddp_from_scratch.launch.job_store import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.rank_process import is_communication_error
@@ -178,32 +176,6 @@ class Membership:
         self._say(wants=generation.number + 1)
         while self._store.generation.number <= generation.number:
             time.sleep(_POLL_S)
-
-
-def broadcast_state(state: Any, source: int) -> Any:
-    """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective.
-
-    Raises a UsageError unless `torch.load(weights_only=True)` takes all values in it.
-    """
-    is_source = dist.get_rank() == source
-    # A pickle would hold a flat tensor once for each parameter that is a window of it.
-    file = io.BytesIO()
-    if is_source:
-        torch.save(state, file)
-    size = torch.tensor([file.tell()], device="cpu")
-    wait(dist.broadcast(size, source, async_op=True))
-    data = file.getbuffer() if is_source else bytearray(int(size))
-    wire = torch.frombuffer(data, dtype=torch.uint8)
-    wait(dist.broadcast(wire, source, async_op=True))
-    try:
-        return state if is_source else torch.load(io.BytesIO(data), weights_only=True)
-    except UnpicklingError as error:
-        kind = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise UsageError(
-            f"a state to send holds {kind[1] if kind else 'an object'}, which torch.load refuses "
-            f"with weights_only=True: keep tensors and plain values in state_dict(), or name the "
-            f"class with torch.serialization.add_safe_globals"
-        ) from error
 
 
 class Regrouping(NamedTuple):
