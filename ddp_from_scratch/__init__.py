@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         WrongResultError,
     )
     from ddp_from_scratch.common.group import wait
+    from ddp_from_scratch.common.state import broadcast_state
     from ddp_from_scratch.launch.claim import environment_without_rank
     from ddp_from_scratch.launch.environment import launcher
     from ddp_from_scratch.launch.rank_process import is_communication_error
@@ -64,6 +65,7 @@ __all__ = [
     "broadcast_buffers",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "broadcast_state",
     "check_sync",
     "comm_hooks",
     "convert_sync_batchnorm",
@@ -99,6 +101,7 @@ _MODULES = {
     "broadcast_buffers": "sync.broadcast",
     "broadcast_optimizer_state": "sync.optimizer_state",
     "broadcast_parameters": "sync.broadcast",
+    "broadcast_state": "common.state",
     "check_sync": "sync.check_sync",
     "comm_hooks": "options.comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import BinaryIO, TypeAlias
 
+from ddp_from_scratch.common.process import stat_fields
 from ddp_from_scratch.launch.claim import environment_without_rank
 from ddp_from_scratch.launch.debugging import has_stdin
 from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
@@ -106,6 +106,11 @@ class Agent:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         return code
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once a stop signal has been received."""
+        return bool(self._received)
 
     def _start(self, member: int) -> None:
         self._living.add(member)
@@ -258,9 +263,4 @@ class Agent:
 
 
 def _is_stopped(child: Child) -> bool:
-    try:
-        # The state is the first field after the name, which is in parentheses.
-        text = Path(f"/proc/{child.pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] == "T"
+    return child.pid is not None and stat_fields(child.pid)[:1] == ["T"]

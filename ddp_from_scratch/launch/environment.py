@@ -26,7 +26,6 @@ PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # the file for the rendezvous on a single machine
 MACHINE_0 = "DDP_MACHINE_0"  # machine 0's address; MASTER_ADDR leads to the agent on loopback
 MEMBER = "DDP_MEMBER"  # this process's number in an elastic job
-TERMINAL = "DDP_TERMINAL_"  # with suffix 1 or 2: the terminal behind standard output or error
 
 BACKENDS = ("gloo", "nccl", "mpi")
 

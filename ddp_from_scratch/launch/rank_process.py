@@ -87,17 +87,6 @@ def die_with(parent: int, number: int = signal.SIGKILL) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def write_to_terminal() -> None:
-    """Connects the output of a rank of `start_mpirun` to its terminal. Otherwise a no-op."""
-    for stream in (1, 2):  # mpirun buffers whole lines, and a progress bar never ends its line
-        path = os.environ.get(f"{environment.TERMINAL}{stream}")
-        if path is not None:
-            with suppress(OSError):
-                terminal = os.open(path, os.O_WRONLY | os.O_NOCTTY)
-                os.dup2(terminal, stream)
-                os.close(terminal)
-
-
 def run_to_exit(main: Callable[[], int]) -> NoReturn:
     """Calls `main` and exits with the code that it returns.
 
@@ -222,12 +211,9 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def say(text: str, stream: TextIO | None = None) -> None:
-    """Logs a line, by default to standard error (`common/log.py`), or prints it to a stream."""
-    if stream is None:
-        logger.info(text)
-    else:
-        flush(stream, f"{text}\n")
+def say(text: str) -> None:
+    """Logs a line, by default to standard error (`common/log.py`)."""
+    logger.info(text)
 
 
 def replace_closed_streams() -> None:

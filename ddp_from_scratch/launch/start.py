@@ -8,10 +8,9 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -194,62 +193,55 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     """
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
-    for stream in (1, 2):
-        if os.isatty(stream):
-            defaults[f"{environment.TERMINAL}{stream}"] = os.ttyname(stream)
     say(f"starting: {shlex.join(full)}")
     parent = os.getpid()
-    with _without_report_of_stop() as stderr:
-
-        def set_up() -> None:
-            die_with(parent, signal.SIGTERM)  # which mpirun itself does not do
-            os.dup2(stderr, 2)
-
-        return Agent(
-            full,
-            lambda _: defaults | os.environ,
-            range(1),
-            # After other signals Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
-            ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),
-            set_up=set_up,
-            name=Path(full[0]).name,
-        ).run()
-
-
-_RULE = b"-" * 74 + b"\n"  # around each of mpirun's reports
-_STOPPED = rb"Exit code: +%d\n|\bsignal %d " % (128 + signal.SIGUSR1, signal.SIGUSR1)
-
-
-@contextmanager
-def _without_report_of_stop() -> Iterator[int]:
-    """Opens a file that passes lines to standard error, but not mpirun's report of a stop.
-
-    Ranks that have saved and stopped exit with 138, or before training by the signal itself. mpirun
-    reports both as failures.
-    """
     read, write = os.pipe()
-    thread = threading.Thread(target=_pass_on, args=[read], daemon=True)
+
+    def set_up() -> None:
+        die_with(parent, signal.SIGTERM)  # which mpirun itself does not do
+        os.dup2(write, 2)
+
+    agent = Agent(
+        full,
+        lambda _: defaults | os.environ,
+        range(1),
+        # After other signals Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
+        ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),
+        set_up=set_up,
+        name=Path(full[0]).name,
+    )
+    thread = threading.Thread(target=_pass_on, args=[read, agent], daemon=True)
     thread.start()
     try:
-        yield write
+        return agent.run()
     finally:
         os.close(write)
-        thread.join(1.0)  # a process that outlives mpirun may hold the file
+        thread.join(1.0)  # a process that outlives mpirun may hold the pipe
 
 
-def _pass_on(read: int) -> None:
-    held: list[bytes] = []  # of a report that has begun
-    with open(read, "rb") as lines:
-        for line in chain(lines, [b""]):
-            held.append(line)
-            # The longest report of a failure has 8 lines.
-            if held[0] == _RULE and line and len(held) < 12 and (line != _RULE or len(held) == 1):
-                continue
-            text = b"".join(held)
-            if not (line == _RULE and re.search(_STOPPED, text)):
-                with suppress(OSError):  # nobody reads it
-                    os.write(2, text)
-            held.clear()
+_RULE = b"-" * 74 + b"\n"  # begins and ends each message of mpirun's own
+
+
+def _pass_on(read: int, agent: Agent) -> None:
+    """Passes mpirun's standard error on; once the ranks are to stop, without its own messages.
+
+    It reports ranks that have stopped as asked, with exit code 138 or by the signal, as failures.
+    """
+    held = b""
+    while text := os.read(read, 2**16):
+        held += text
+        if agent.is_stopping:
+            held = re.sub(_RULE + b".*?" + _RULE, b"", held, flags=re.DOTALL)
+        if not (agent.is_stopping and _RULE in held):  # a message that has not ended
+            _write(held)
+            held = b""
+    os.close(read)
+    _write(held)
+
+
+def _write(text: bytes) -> None:
+    with suppress(OSError):  # nobody reads it
+        os.write(2, text)
 
 
 # A function as a command --------------------------------------------------------------------------

@@ -7,7 +7,6 @@ A file gets its final name only when it is complete; the digest detects later da
 
 import fcntl
 import hashlib
-import io
 import os
 import random
 from contextlib import suppress
@@ -17,9 +16,7 @@ from typing import Any, BinaryIO, TextIO
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-import ddp_from_scratch as ddp
 from ddp_from_scratch import UsageError
 from ddp_from_scratch.training.errors import one_line
 from ddp_from_scratch.training.report import Report
@@ -150,21 +147,6 @@ def load(path: Path) -> State:
         newer = f"this program reads up to {VERSION}: install a newer ddp_from_scratch"
         raise UsageError(f"{path} has checkpoint version {state['version']}, {newer}")
     return state
-
-
-def broadcast(state: State | None, group: dist.ProcessGroup | None) -> Any:
-    """Returns rank 0's state, None elsewhere, on all ranks; read as `load` reads. Collective."""
-    file = io.BytesIO()
-    if state is not None:
-        torch.save(state, file)
-    size = torch.tensor([file.tell()], device="cpu")
-    ddp.wait(dist.broadcast(size, group=group, group_src=0, async_op=True))
-    if not size:
-        return None
-    data = bytearray(int(size)) if state is None else file.getbuffer()
-    wire = torch.frombuffer(data, dtype=torch.uint8)  # a window: a model may be large
-    ddp.wait(dist.broadcast(wire, group=group, group_src=0, async_op=True))
-    return torch.load(io.BytesIO(data), weights_only=True) if state is None else state
 
 
 def files(folder: Path) -> list[Path]:

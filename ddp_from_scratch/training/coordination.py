@@ -4,7 +4,7 @@ import hashlib
 import os
 import random
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import metadata
@@ -127,18 +127,37 @@ def open_dataset(
     return data
 
 
-class StopSignal:
-    """Makes all ranks act on SIGINT, SIGTERM, SIGUSR1 or SIGHUP after the same step.
+def highest(*flags: int, group: dist.ProcessGroup | None) -> Callable[[], list[int]]:
+    """Starts to find the highest of each flag over all ranks; returns a function that waits for it.
 
-    A signal may reach each rank at another step, so all ranks exchange a flag in every step: `ask`
-    starts the exchange, and `answer` ends it after the step. Two other facts travel along.
-    Inside the `with` block a second signal ends the process at once.
+    Collective. The run of `ddp.elastic` has the same in `exchange`.
+    """
+    tensor = torch.tensor(flags, device="cpu")
+    work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def answer() -> list[int]:
+        ddp.wait(work)
+        found: list[int] = tensor.tolist()
+        return found
+
+    return answer
+
+
+class Stopped(Exception):
+    """A signal has ended the run early, on all ranks after the same step."""
+
+    def __init__(self, number: int) -> None:
+        self.number: int = number
+
+
+class StopSignal:
+    """Records SIGINT, SIGTERM, SIGUSR1 or SIGHUP inside the `with` block.
+
+    A signal may reach each rank at another step, so all ranks exchange `received` in every step. A
+    second signal ends the process at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._received = 0
-        self._handle: dist.Work | None = None
+    received: int = 0  # the signal's number
 
     def __enter__(self) -> "StopSignal":
         # SIGUSR1: mpirun forwards it and kills no rank, and Slurm can send it before time is up.
@@ -152,33 +171,14 @@ class StopSignal:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._received and isinstance(error, Exception) and ddp.is_communication_error(error):
+        if self.received and isinstance(error, Exception) and ddp.is_communication_error(error):
             # A rank exited before agreeing on a step with this one, which exits as asked, too.
-            signal.signal(self._received, signal.SIG_DFL)
-            os.kill(os.getpid(), self._received)
+            signal.signal(self.received, signal.SIG_DFL)
+            os.kill(os.getpid(), self.received)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
+        self.received = number
         signal.signal(number, signal.SIG_DFL)
-
-    def drop(self) -> None:
-        """Drops an exchange that a lost rank has aborted."""
-        self._handle = None
-
-    def ask(self, not_finite: int, is_over: bool = False) -> None:
-        """Starts the exchange of this step."""
-        # A new tensor: an aborted exchange may still write to its own.
-        self._flags = torch.tensor([self._received, not_finite, int(is_over)])
-        self._handle = dist.all_reduce(
-            self._flags, dist.ReduceOp.MAX, group=self._group, async_op=True
-        )
-
-    def answer(self) -> tuple[int, int, int]:
-        """Waits for the highest of each over all ranks: signal (0: none), loss, is over."""
-        assert self._handle is not None, "answer() without ask()"
-        ddp.wait(self._handle)
-        number, not_finite, is_over = self._flags.tolist()
-        return number, not_finite, is_over
 
 
 # An event as one number: MAX selects the earliest step, then the lowest rank; 0 means none.

@@ -45,7 +45,7 @@ def load_model(path: Path, world: World, group: dist.ProcessGroup) -> tuple[nn.M
     with raise_on_all_ranks(group):
         if world.rank == 0:
             state = checkpoint.load(path)
-    state = checkpoint.broadcast(state, group)
+    state = ddp.broadcast_state(state, process_group=group)
     with raise_on_all_ranks(group):
         model = make_model(**state["model_spec"])
         checkpoint.check_model(state, model, path)

@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import ddp_from_scratch as ddp
-from ddp_from_scratch import CommunicationError, PeerError, StragglerReport, UsageError, World
+from ddp_from_scratch import PeerError, StragglerReport, UsageError, World
 from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     LossWatch,
+    Stopped,
     StopSignal,
     gather_objects,
+    highest,
     open_dataset,
     place_of,
     prepare_process,
@@ -90,6 +92,7 @@ class Trainer:
         # lost rank cannot be asked for its own.
         self.totals: torch.Tensor = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.losses: LossWatch = LossWatch(world.rank, world.device)
+        self.stop: StopSignal = StopSignal()
         self.saved_as: Path | None = None
         self.images_per_second: float = 0.0
         self.test_accuracy: float = math.nan
@@ -99,10 +102,10 @@ class Trainer:
             self._restore_power_sgd(compressed)
         if settings.virtual_ranks is not None:
             self.reducer.set_step(self.global_step, settings.seed)
-        self._elastic = (
-            None
-            if not elastic
-            else ddp.elastic(
+        self._elastic = None
+        self._exchange: Callable[..., Callable[[], list[int]]] = partial(highest, group=self.group)
+        if elastic:
+            self._elastic = ddp.elastic(
                 world,
                 self.reducer,
                 self.optimizer,
@@ -111,7 +114,7 @@ class Trainer:
                 timeout=settings.timeout,
                 on_regroup=self._on_regroup,
             )
-        )
+            self._exchange = self._elastic.exchange
 
     def _make_loaders(self) -> None:
         """Makes the loaders of this rank's images."""
@@ -172,8 +175,8 @@ class Trainer:
                 # Meets the others. Until then a signal ends the process: there is nothing to save.
                 self._elastic.repeat(lambda: None)
             began = time.monotonic()
-            with StopSignal(self.group) as stop:
-                train = partial(self._train, stop)
+            with self.stop:
+                train = self._train
                 number = train() if self._elastic is None else self._elastic.repeat(train)
         if number:
             return number
@@ -190,31 +193,16 @@ class Trainer:
         self.report.result(f"{settings.dataset} test accuracy {self.test_accuracy:.4f}")
         return 0
 
-    def _train(self, stop: StopSignal) -> int:
+    def _train(self) -> int:
         """Trains to the end; returns the signal that stopped the run, or 0."""
-        try:
-            return self._train_epochs(stop)
-        finally:
-            stop.drop()  # an unfinished exchange would hold the connections to a lost rank
-
-    def _train_epochs(self, stop: StopSignal) -> int:
         number = 0
-        self.test_accuracy = math.nan
-        in_later_group = self._elastic is not None and self._elastic.generation > 1
-        if in_later_group and self.epoch and not self.step:
-            # A rank may have been lost while the last checkpoint was written.
-            self._save()
-        while self.epoch < self.settings.epochs and not number:
-            number = self._train_epoch(stop)
-            # Exchange the last steps' losses before the checkpoint.
-            stop.ask(self.losses.settled())
-            number = self._answer(stop) or number
-            if not number:
-                number = self._end_epoch(stop)
-        if not number and math.isnan(self.test_accuracy):  # resumed after the last epoch
-            number = self._evaluate(stop)
+        try:
+            self._train_epochs()
+        except Stopped as stopped:
+            number = stopped.number
         self._print_timeline()
         if number:
+            self._check_losses()
             self._save()
             saved = "nothing was saved (no --checkpoint-dir)"
             if self.saved_as is not None:
@@ -228,29 +216,38 @@ class Trainer:
             dist.barrier(group=self.group)
         return number
 
-    def _train_epoch(self, stop: StopSignal) -> int:
-        """Trains to the end of the epoch; returns the signal that stopped it, or 0."""
+    def _train_epochs(self) -> None:
+        self.test_accuracy = math.nan
+        in_later_group = self._elastic is not None and self._elastic.generation > 1
+        if in_later_group and self.epoch and not self.step:
+            # A rank may have been lost while the last checkpoint was written.
+            self._save()
+        while self.epoch < self.settings.epochs:
+            self._train_epoch()
+            self._check_losses()
+            self._end_epoch()
+        if math.isnan(self.test_accuracy):  # resumed after the last epoch
+            self._evaluate()
+
+    def _train_epoch(self) -> None:
         self.model.train()
         first, began = self.step, time.monotonic()
         batches = self._load_from_here()
         title = f"epoch {self.epoch + 1}/{self.settings.epochs}"
         for _ in self.report.progress(range(first, self.sampler.steps_per_epoch), title):
             # Overlaps with the step, so it has the losses of earlier steps only.
-            is_over = self._elastic is not None and self._elastic.is_over
-            stop.ask(self.losses.known(), is_over)
+            answer = self._exchange(self.stop.received, self.losses.known())
             if self.settings.balance and not self.sampler.is_for(
                 self.step, self.reducer.virtual_rank_range
             ):
                 batches = self._load_from_here()
             self._step(batches)
             self._report_regrouping()
-            if number := self._answer(stop):
-                return number
+            self._end_early(*answer())
         if self.world.device.type == "cuda":
             torch.accelerator.synchronize(self.world.device)
         images = (self.step - first) * self.sampler.global_batch_size
         self.images_per_second = images / (time.monotonic() - began)
-        return 0
 
     def _load_from_here(self) -> Iterator[Any]:
         """Starts to load this rank's batches, from the next step to the end of the epoch."""
@@ -311,9 +308,12 @@ class Trainer:
             self.losses.see(loss, self.global_step)
         return totals
 
-    def _answer(self, stop: StopSignal) -> int:
-        """Ends an exchange and acts on its loss; returns the number of the signal, or 0."""
-        number, not_finite, is_over = stop.answer()
+    def _check_losses(self) -> None:
+        """Raises on all ranks if a loss was not finite, also in the last step. Collective."""
+        self._end_early(*highest(0, self.losses.settled(), group=self.group)())
+
+    def _end_early(self, number: int, not_finite: int) -> None:
+        """Raises if a rank has received a signal, or has a loss that is not finite."""
         if not_finite:
             self.metrics.close()
             # All ranks raise in the same step, so only rank 0 reports.
@@ -322,18 +322,16 @@ class Trainer:
                 f"the loss is not finite {place_of(not_finite, self.sampler.steps_per_epoch)}: a "
                 f"smaller --lr may help; --resume auto continues from the last checkpoint"
             )
-        if is_over and not number:
-            raise CommunicationError("the membership has changed")
-        return number
+        if number:
+            raise Stopped(number)
 
     # The end of an epoch --------------------------------------------------------------------------
 
-    def _end_epoch(self, stop: StopSignal) -> int:
-        """Evaluates, reports and saves; returns the signal that stopped the evaluation, or 0."""
+    def _end_epoch(self) -> None:
+        """Evaluates, reports and saves."""
         loss, correct, count = self._totals_of_all().tolist()
         loss, train_accuracy = loss / count, correct / count
-        if number := self._evaluate(stop):
-            return number  # the position stays: a resumed run repeats the evaluation
+        self._evaluate()  # if a signal stops it, the position stays: a resumed run repeats it
         shown = f"{loss:.4f}" if loss < 1e6 else f"{loss:.3e}"
         self.report.line(
             f"epoch {self.epoch + 1:>3}/{self.settings.epochs}  loss {shown}  "
@@ -358,7 +356,6 @@ class Trainer:
         self.totals.zero_()
         self._note_progress()
         self._save()
-        return 0
 
     def _totals_of_all(self) -> torch.Tensor:
         """Returns the sum of all ranks' totals. Collective."""
@@ -368,24 +365,19 @@ class Trainer:
             dist.all_reduce(totals)
         return totals
 
-    def _evaluate(self, stop: StopSignal) -> int:
-        """Sets `test_accuracy`; returns the signal that stopped the evaluation early, or 0."""
-        precision, batches = self.settings.precision, self._test_batches(stop)
-        try:
-            self.test_accuracy = accuracy(self.model, batches, self.world, precision)
-        except _Stopped as stopped:
-            return stopped.number
-        return 0
+    def _evaluate(self) -> None:
+        """Sets `test_accuracy`."""
+        precision, batches = self.settings.precision, self._test_batches()
+        self.test_accuracy = accuracy(self.model, batches, self.world, precision)
 
-    def _test_batches(self, stop: StopSignal) -> Iterator[Any]:
+    def _test_batches(self) -> Iterator[Any]:
         """Yields this rank's test batches; after a signal every rank raises at the same one."""
         batches = iter(self.test)
         for _ in range(most_test_batches(self.test, self.world)):
-            stop.ask(0)
+            answer = highest(self.stop.received, 0, group=self.group)
             if (batch := next(batches, None)) is not None:
                 yield batch
-            if number := self._answer(stop):
-                raise _Stopped(number)
+            self._end_early(*answer())
 
     def _print_timeline(self) -> None:
         if self._timeline is None:
@@ -525,7 +517,7 @@ class Trainer:
         state = self._find_checkpoint()
         # Kept on rank 0: it is as large as the gradients, and no rank needs another's.
         compressed = None if state is None else state.pop("compression", None)
-        return checkpoint.broadcast(state, self.group), compressed
+        return ddp.broadcast_state(state, process_group=self.group), compressed
 
     def _find_checkpoint(self) -> checkpoint.State | None:
         """Returns the checkpoint to continue from, if any, on rank 0; else None. Collective."""
@@ -576,13 +568,6 @@ class Trainer:
         self.epoch, self.step = state["epoch"], state["step"]
         self.global_step = state["global_step"]
         self.totals.copy_(state["totals"])
-
-
-class _Stopped(Exception):
-    """An evaluation that a signal has stopped, on all ranks."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 @torch.no_grad()

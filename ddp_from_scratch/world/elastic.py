@@ -1,23 +1,21 @@
 """Repeats a training step when a rank is lost during it, in a new group of the other ranks."""
 
-import io
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from ddp_from_scratch.common.errors import UsageError, WrongResultError
+from ddp_from_scratch.common.errors import CommunicationError, UsageError, WrongResultError
 from ddp_from_scratch.common.group import set_failure_detector, wait
+from ddp_from_scratch.common.state import broadcast_state
 from ddp_from_scratch.launch.environment import MACHINE_0, MEMBER, RENDEZVOUS_FILE
 from ddp_from_scratch.launch.job_store import NO_STATE, FileStore, Generation, JobStore, Member
 from ddp_from_scratch.launch.rank_process import is_communication_error
@@ -184,32 +182,6 @@ class Membership:
             time.sleep(_POLL_S)
 
 
-def broadcast_state(state: Any, source: int) -> Any:
-    """Returns rank `source`'s state on all ranks; ends when a rank is lost. Collective.
-
-    Raises a UsageError unless `torch.load(weights_only=True)` takes all values in it.
-    """
-    is_source = dist.get_rank() == source
-    # A pickle would hold a flat tensor once for each parameter that is a window of it.
-    file = io.BytesIO()
-    if is_source:
-        torch.save(state, file)
-    size = torch.tensor([file.tell()], device="cpu")
-    wait(dist.broadcast(size, source, async_op=True))
-    data = file.getbuffer() if is_source else bytearray(int(size))
-    wire = torch.frombuffer(data, dtype=torch.uint8)
-    wait(dist.broadcast(wire, source, async_op=True))
-    try:
-        return state if is_source else torch.load(io.BytesIO(data), weights_only=True)
-    except UnpicklingError as error:
-        kind = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise UsageError(
-            f"a state to send holds {kind[1] if kind else 'an object'}, which torch.load refuses "
-            f"with weights_only=True: keep tensors and plain values in state_dict(), or name the "
-            f"class with torch.serialization.add_safe_globals"
-        ) from error
-
-
 class Regrouping(NamedTuple):
     """How a rank came from one group into the next. Times are those of `time.monotonic`."""
 
@@ -252,20 +224,13 @@ class ElasticRun:
         """How many groups the run has had: 1 in the first one; 0 before it and without an agent."""
         return self._membership.generation
 
-    @property
-    def is_over(self) -> bool:
-        """True on rank 0 once other processes are to join or have been lost; see `repeat`."""
-        return self._membership.is_over
-
     def repeat(self, function: Callable[[], Result]) -> Result:
         """Calls a function that takes many steps; calls it again when a rank is lost in it.
 
         For a loop that `attempts` does not fit. The function begins at `step`, and adds 1 to it
         after each optimizer step. The end of an epoch, if it is not to be repeated, counts as a
-        step, and in `epochs`, too. All ranks count equally.
-        In each step rank 0 tells the others of `is_over`, and all raise a CommunicationError after
-        the same step if it is True; otherwise no process can join. A function after which no rank
-        may continue alone ends with a collective.
+        step, and in `epochs`, too. All ranks count equally. Each step has an `exchange`, or no
+        process can join. A function after which no rank may continue alone ends with a collective.
         """
         self._repeats = True
         try:
@@ -297,25 +262,39 @@ class ElasticRun:
             elif self._end():
                 return
 
+    def exchange(self, *flags: int) -> Callable[[], list[int]]:
+        """Starts the exchange of a step; returns a function that waits for it, at the step's end.
+
+        For a function of `repeat`; `attempts` does it by itself. Collective. A flag is a number
+        from 0 up, such as that of a signal, which may reach only some ranks. The returned function,
+        called once, returns the highest of each flag over all ranks. If all are 0, and processes
+        are to join or have been lost, it raises a CommunicationError on all ranks.
+        """
+        # A new tensor: an aborted exchange may still write to the old one.
+        highest = torch.tensor([*flags, int(self._membership.is_over)], device="cpu")
+        self._exchange = dist.all_reduce(highest, dist.ReduceOp.MAX, async_op=True)
+
+        def answer() -> list[int]:
+            wait(self._exchange)
+            self._exchange = None
+            *of_all, is_over = highest.tolist()
+            if is_over and not any(of_all):
+                raise CommunicationError("processes are to join the group, or have left it")
+            return of_all
+
+        return answer
+
     @contextmanager
     def _attempt(self) -> Iterator[None]:
         self._stepped = False
         try:
             with self._recovering():
-                if self._membership.elastic:
-                    # Whether the generation is over for some rank. A new tensor: an aborted
-                    # exchange may still write to the old one.
-                    over = torch.tensor([int(self._membership.is_over)], device="cpu")
-                    self._exchange = dist.all_reduce(over, dist.ReduceOp.MAX, async_op=True)
+                answer = self.exchange() if self._membership.elastic else None
                 yield
                 # The step is finished; only the exchange for the next step may fail now.
                 self._stepped = True
-                if self._exchange is not None:
-                    wait(self._exchange)
-                    self._exchange = None
-                    if over.item():  # on all ranks after the same step
-                        self._left = time.monotonic()
-                        self._membership.close()
+                if answer is not None:
+                    answer()
         except Exception as error:
             self._membership.note_failure(self.step, error)
             raise

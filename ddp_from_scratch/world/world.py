@@ -27,7 +27,7 @@ from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import debugging, environment
 from ddp_from_scratch.launch.claim import claim_rank
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
-from ddp_from_scratch.launch.rank_process import die_with_launcher, write_to_terminal
+from ddp_from_scratch.launch.rank_process import die_with_launcher
 from ddp_from_scratch.node import gloo_alone
 from ddp_from_scratch.world.meeting import Meeting, require_same_backend, this_arrival, waited
 
@@ -97,7 +97,6 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     if (opened := _opened_before()) is not None and opened.backend == backend:
         return opened  # a notebook may run the same cell twice
     die_with_launcher()
-    write_to_terminal()
     # A rank in a debugger may take days.
     limit = timedelta(seconds=MAX_TIMEOUT if debugging.is_on() else timeout)
     if backend == "mpi":

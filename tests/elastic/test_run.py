@@ -257,7 +257,7 @@ def test_what_cannot_go_on_is_refused_and_an_attempt_is_one_step_of_one_optimize
             return "trained"
 
         assert (run.repeat(two_steps), run.step, run.generation) == ("trained", 3, 0)
-        assert (run.is_over, run.regrouping) == (False, None)
+        assert run.regrouping is None
 
 
 def test_errors_of_a_lost_rank_are_told_from_others():

@@ -5,13 +5,15 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch import agent
-from ddp_from_scratch.launch.start import _without_report_of_stop
+from ddp_from_scratch.launch.start import _pass_on
 from tests.support.failing_run import Run
 
 
@@ -67,23 +69,28 @@ thus causing the job to be terminated. The first process to do so was:
 
 
 @pytest.mark.parametrize(
-    ("said", "passed_on"),
+    ("stopping", "said", "passed_on"),
     [
-        (f"a\n{REPORT % 138}b\n", "a\nb\n"),
-        (REPORT % 1 + REPORT % 138, REPORT % 1),
-        (f"{RULE}\nprterun noticed that\nsignal 10 (User defined signal 1).\n{RULE}\n", ""),
-        (f"{RULE}\n{REPORT % 1}", f"{RULE}\n{REPORT % 1}"),  # a rule of the program's
-        (f"{RULE}\nExit code: 138\nno end", f"{RULE}\nExit code: 138\nno end"),
+        (True, [f"a\n{REPORT % 138}b\n"], "a\nb\n"),
+        (True, ["a\n", f"{RULE}\n", "prterun noticed signal 10\n", f"{RULE}\n", "b\n"], "a\nb\n"),
+        (True, [f"{RULE}\nof the program\n", "no end"], f"{RULE}\nof the program\nno end"),
+        (False, [f"{RULE}\n", REPORT % 1], f"{RULE}\n{REPORT % 1}"),
     ],
 )
-def test_only_mpiruns_report_of_a_stop_is_left_out(said, passed_on, capfd):
-    with _without_report_of_stop() as stderr:
-        os.write(stderr, said.encode())
+def test_mpiruns_own_messages_are_left_out_after_a_stop(stopping, said, passed_on, capfd):
+    read, write = os.pipe()
+    thread = threading.Thread(target=_pass_on, args=[read, Mock(is_stopping=stopping)])
+    thread.start()
+    for text in said:
+        os.write(write, text.encode())
+    os.close(write)
+    thread.join()
     assert capfd.readouterr().err == passed_on
 
 
 PARENT = """
 import sys
+import threading
 from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
 counts, node_rank, port, *command = sys.argv[1:]

@@ -137,9 +137,9 @@ def run_to_evaluation(world, folder, changes, batch, number):
     trainer, batches = make_trainer(world, folder, **changes), 0
     of_test = trainer._test_batches
 
-    def batches_and_signal(stop):
+    def batches_and_signal():
         nonlocal batches
-        for found in of_test(stop):
+        for found in of_test():
             if batches == batch and world.rank == 1:
                 os.kill(os.getpid(), number)
             batches += 1

@@ -1,0 +1,49 @@
+"""Sends a training state from one rank to all."""
+
+import io
+import re
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_from_scratch.common.errors import UsageError
+from ddp_from_scratch.common.group import wait
+
+
+def broadcast_state(
+    state: Any, src: int = 0, process_group: dist.ProcessGroup | None = None
+) -> Any:
+    """Returns rank `src`'s state on all ranks, with tensors and plain values. Collective.
+
+    Receives with `torch.load(weights_only=True)`, so no rank runs code that another one sends.
+
+    Args:
+        state: what `torch.save` takes; on the other ranks it is not read.
+        src: the rank in the group that sends its state.
+        process_group: one for CPU tensors; None means all ranks.
+
+    Raises:
+        UsageError: on the receiving ranks, if the state holds an object that is neither.
+        CommunicationError: a rank has left the group, as `wait` notices it.
+    """
+    is_source = dist.get_rank(process_group) == src
+    # A pickle would hold a flat tensor once for each parameter that is a window of it.
+    file = io.BytesIO()
+    if is_source:
+        torch.save(state, file)
+    size = torch.tensor([file.tell()], device="cpu")
+    wait(dist.broadcast(size, group=process_group, group_src=src, async_op=True))
+    data = file.getbuffer() if is_source else bytearray(int(size))
+    wire = torch.frombuffer(data, dtype=torch.uint8)
+    wait(dist.broadcast(wire, group=process_group, group_src=src, async_op=True))
+    try:
+        return state if is_source else torch.load(io.BytesIO(data), weights_only=True)
+    except UnpicklingError as error:
+        kind = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise UsageError(
+            f"a state to send holds {kind[1] if kind else 'an object'}, which torch.load refuses "
+            f"with weights_only=True: keep tensors and plain values in state_dict(), or name the "
+            f"class with torch.serialization.add_safe_globals"
+        ) from error
