@@ -237,11 +237,19 @@ class StepSampler(Sampler[int]):
         planned = self._first if step == self._first_step else self._later
         return planned == list(virtual_ranks)
 
-    def __iter__(self) -> Iterator[int]:
+    def images_of(self, step: int, virtual_rank: int) -> list[int]:
+        """Returns the images of a virtual rank, also of another rank's, in a step of the epoch."""
+        return self._dealt()[step, :, virtual_rank].tolist()
+
+    def _dealt(self) -> torch.Tensor:
+        """Returns the images of the epoch by step, then in order, then by (virtual) rank."""
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
         images = torch.randperm(self._size, generator=generator)
         images = images[: self.steps_per_epoch * self.global_batch_size]
-        dealt = images.view(self.steps_per_epoch, -1, self._parts)
+        return images.view(self.steps_per_epoch, -1, self._parts)
+
+    def __iter__(self) -> Iterator[int]:
+        dealt = self._dealt()
         first, later = dealt[self._first_step :][:1], dealt[self._first_step + 1 :]
         parts = first[:, :, self._first], later[:, :, self._later]
         return iter(torch.cat([part.mT.flatten() for part in parts]).tolist())

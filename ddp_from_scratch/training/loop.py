@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import PeerError, StragglerReport, UsageError, World
@@ -147,6 +147,7 @@ class Trainer:
             ready_order=None if state is None else state["ready_order"],
             virtual_ranks=settings.virtual_ranks,
             balance=settings.balance,
+            recheck_every=settings.recheck,
         )
         self.power_sgd: ddp.power_sgd.PowerSGDState | None = None
         if settings.compress == "powersgd":
@@ -269,7 +270,9 @@ class Trainer:
         if settings.virtual_ranks is None:
             totals = self._backward(batches)
         else:
-            of_each = self.reducer.run_virtual_ranks(lambda _: self._backward(batches))
+            of_each = self.reducer.run_virtual_ranks(
+                lambda virtual_rank: self._backward(self._batches_of(virtual_rank, batches))
+            )
             totals = torch.stack(of_each).sum(0)
         if self._elastic is not None:
             ddp.wait(dist.all_reduce(totals, async_op=True))
@@ -286,6 +289,16 @@ class Trainer:
         self.step += 1
         self.global_step += 1
         self._note_progress()
+
+    def _batches_of(self, virtual_rank: int, batches: Iterator[Any]) -> Iterator[Any]:
+        """Returns the batches of a virtual rank: this rank's next ones, or another rank's."""
+        if virtual_rank in self.reducer.virtual_rank_range:
+            return batches
+        # This rank repeats it (--recheck).
+        images = self.sampler.images_of(self.step, virtual_rank)
+        size = self.settings.rank_batch_size(self.world.world_size)
+        samples = [self.images.train[image] for image in images]
+        return (default_collate(samples[i : i + size]) for i in range(0, len(samples), size))
 
     def _backward(self, batches: Iterator[Any]) -> torch.Tensor:
         """Runs `accumulate` batches of this rank, or of one virtual rank; returns their count."""

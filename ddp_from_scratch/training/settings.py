@@ -194,6 +194,11 @@ class Settings:
         "deal virtual ranks by speed, so that a slow rank computes fewer; the bits stay the same",
         False,
     )
+    recheck: int | None = _training(
+        "in every Nth step compute a virtual rank twice, on two ranks, and end with the name of a "
+        "rank that computes wrongly",
+        **_COUNT,
+    )
     precision: str = _training(
         "of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
     )
@@ -273,10 +278,7 @@ class Settings:
             self._check_elastic()
         elif self.max_restarts is not None:
             raise UsageError("--max-restarts is for --elastic, which is not given")
-        if self.virtual_ranks is not None:
-            self._check_virtual_ranks()
-        elif self.balance and not self.elastic:  # which has virtual ranks by default
-            raise UsageError("--balance deals virtual ranks: add --virtual-ranks")
+        self._check_virtual_ranks()
         if self.shard != "none":
             self._check_shard()
 
@@ -325,6 +327,12 @@ class Settings:
                 raise UsageError(f"{option_of(name)} cannot be used with --elastic: leave one out")
 
     def _check_virtual_ranks(self) -> None:
+        if self.virtual_ranks is None:
+            if not self.elastic:  # which has virtual ranks by default
+                for name, given in {"--balance": self.balance, "--recheck": self.recheck}.items():
+                    if given:
+                        raise UsageError(f"{name} needs virtual ranks: add --virtual-ranks")
+            return
         if self.sync_batch_norm:
             raise UsageError(
                 "--sync-batch-norm cannot be used with --virtual-ranks: leave one of them out"
@@ -377,7 +385,7 @@ class Settings:
         # None of these changes the bits of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "quiet"}
-        indifferent |= {"timeline", "stragglers", "elastic", "max_restarts"}
+        indifferent |= {"timeline", "stragglers", "elastic", "max_restarts", "balance", "recheck"}
         # With `scale_lr` the length of the run determines the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")
