@@ -19,6 +19,7 @@ SMALL, GLOO, TWICE = "--model layers500", "--backend gloo", "--rounds 2"
 RUNS = {
     "step_time": f"{GLOO} {SMALL} {TWICE} --contender ddp.SGD",
     "virtual_ranks": f"{GLOO} {TWICE} --model mlp",
+    "balance": f"{GLOO} {TWICE} --slower 2 --virtual-ranks 4",
     "overlap": f"{GLOO} {SMALL} {TWICE} --cap 1",
     "memory": f"{GLOO} {SMALL} --contender '{NO_COMMUNICATION}'",
     "ladder": "--model mlp --steps 2",

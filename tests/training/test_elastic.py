@@ -67,6 +67,22 @@ def quiet(ranks, tmp_path_factory):
     return contents(folder / "checkpoints")
 
 
+@pytest.mark.slow
+def test_a_rank_that_computes_wrongly_leaves(tmp_path, quiet):
+    fault = """
+if me == "1":
+    from ddp_from_scratch.training import loop
+    right = loop.cross_entropy
+    loop.cross_entropy = lambda outputs, labels: right(outputs * (1 + 2**-22), labels)
+"""
+    with job(tmp_path, fault, "--elastic", "--recheck", "1", "--epochs", "3") as run:
+        text = end(run)
+    assert "rank 1 on " in text
+    assert " computes wrongly: in step 0, the gradient of " in text
+    assert "process 1 ended with exit code 1: continuing with 2 ranks; starting another" in text
+    assert contents(tmp_path / "checkpoints") == quiet
+
+
 FAULTS = {
     # When all are in the step.
     "a step": """
