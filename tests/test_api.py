@@ -3,7 +3,7 @@
 import ast
 import inspect
 import re
-from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 from torch import nn
@@ -69,31 +69,7 @@ def test_the_names_of_a_reducer_are_those_in_the_reference(alone):
     assert {n for n in dir(ddp.Reducer(nn.Linear(1, 1))) if not n.startswith("_")} == documented
 
 
-def test_public_attributes_have_types():
-    """As `pyright --verifytypes ddp_from_scratch` asks; mypy asks it of parameters and results."""
-    bases, found = {}, defaultdict(lambda: defaultdict(set))  # kinds of assignment
-    nodes = [node for path in MODULES for node in ast.walk(ast.parse(path.read_text()))]
-    for owner in [node for node in nodes if isinstance(node, ast.ClassDef)]:
-        bases[owner.name] = [ast.unparse(base) for base in owner.bases]
-        for node in ast.walk(owner):
-            if isinstance(node, ast.AnnAssign):
-                found[owner.name][ast.unparse(node.target).removeprefix("self.")].add("typed")
-            elif isinstance(node, ast.Assign):
-                # A checker knows the type of a parameter and of a constant.
-                known = isinstance(node.value, ast.Name | ast.Constant)
-                for place in (place for target in node.targets for place in ast.walk(target)):
-                    if isinstance(place, ast.Attribute) and ast.unparse(place.value) == "self":
-                        alone = known and place is node.targets[0]
-                        found[owner.name][place.attr].add("known" if alone else "unknown")
-
-    def is_typed(owner, name):
-        return "typed" in found[owner][name] or any(is_typed(b, name) for b in bases.get(owner, ()))
-
-    names = [(o, n) for o, kinds in found.items() for n in kinds if "_" not in (o[0], n[0])]
-    assert len(names) > 300
-    assert [n for n in names if "unknown" in found[n[0]][n[1]] and not is_typed(*n)] == []
-
-
+@cache
 def imported(path: Path) -> set[str]:
     """The full names of the modules, and of what is taken from them, that a file imports."""
     package = ["ddp_from_scratch", *path.relative_to(PACKAGE).parent.parts]
@@ -108,15 +84,12 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-IMPORTED = {path: imported(path) for path in MODULES}
-
-
 def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def rooms(path: Path) -> set[str]:
-    split = [name.split(".") for name in IMPORTED[path]]
+    split = [name.split(".") for name in imported(path)]
     inside = {parts[1] for parts in split if parts[0] == "ddp_from_scratch" and len(parts) > 1}
     return inside & {path.stem for path in PACKAGE.iterdir()}
 
@@ -135,19 +108,20 @@ def test_imports_point_down_and_never_outside():
     order = list(ROOMS)
     upward = {room: below - set(order[: order.index(room)]) for room, below in ROOMS.items()}
     assert not any(upward.values()), upward
-    packages = {path: {name.split(".")[0] for name in names} for path, names in IMPORTED.items()}
+    imports = {path: imported(path) for path in MODULES}
+    packages = {path: {name.split(".")[0] for name in names} for path, names in imports.items()}
     assert [path for path, names in packages.items() if names & OUTSIDE] == []
     of_cuda = [path for path in MODULES if "torch.cuda" in path.read_text()]
     assert [path.stem for path in of_cuda] == ["gpu"]
     mpi = ("mpi4py", "ddp_from_scratch.backend.mpi_")
-    of_mpi = [path for path, names in IMPORTED.items() if any(n.startswith(mpi) for n in names)]
+    of_mpi = [path for path, names in imports.items() if any(n.startswith(mpi) for n in names)]
     assert {path.stem.split("_")[0] for path in of_mpi if room_of(path) == "backend"} == {"mpi"}
 
 
 def test_the_trainer_imports_only_public_names_of_the_library():
     prefix, found = "ddp_from_scratch.", set()
     for path in (path for path in MODULES if room_of(path) == "training"):
-        found |= {name.removeprefix(prefix) for name in IMPORTED[path] if name.startswith(prefix)}
+        found |= {name.removeprefix(prefix) for name in imported(path) if name.startswith(prefix)}
     assert {name for name in found if name.split(".")[0] != "training"} <= set(PUBLIC)
 
 
@@ -182,7 +156,7 @@ def test_no_import_goes_round_in_a_circle():
         for path in MODULES
         if path.stem != "__init__"
     }
-    graph = {name: IMPORTED[path] & names.keys() for name, path in names.items()}
+    graph = {name: imported(path) & names.keys() for name, path in names.items()}
     while graph:
         leaves = {name for name, below in graph.items() if not below & graph.keys()}
         assert leaves, f"imports go round in a circle among {sorted(graph)}"

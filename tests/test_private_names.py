@@ -6,7 +6,7 @@ import atexit
 import re
 import sys
 import threading
-from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -61,7 +61,7 @@ def path_of(node, imported):
         return imported.get(node.id)
     if isinstance(node, ast.Attribute) and (start := path_of(node.value, imported)):
         return f"{start}.{node.attr}"
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
         of, name = node.args[:2]
         if isinstance(name, ast.Constant) and (start := path_of(of, imported)):
             return f"{start}.{name.value}"
@@ -76,33 +76,30 @@ def defined(tree):
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield from [node.attr] if ast.unparse(node.value) == "self" else []
+            yield from [node.attr] if getattr(node.value, "id", None) == "self" else []
 
 
+@cache
 def used():
-    """Paths below imports, and private attributes of anything else, each with its files."""
-    trees = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
-    paths, attributes = defaultdict(set), defaultdict(set)
-    for file, tree in trees.items():
-        imported, name = imports(tree), str(file.relative_to(PACKAGE))
-        for path in imported.values():
-            paths[path].add(name)
+    """The paths below imports, and the attributes of anything else, that are private."""
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    paths, attributes = set(), set()
+    for tree in trees:
+        imported = imports(tree)
+        paths.update(imported.values())
         for node in ast.walk(tree):
             if path := path_of(node, imported):
-                paths[path].add(name)
+                paths.add(path)
             elif isinstance(node, ast.Attribute):
-                attributes[node.attr].add(name)
-    ours = {name for tree in trees.values() for name in defined(tree)}
+                attributes.add(node.attr)
+    ours = {name for tree in trees for name in defined(tree)}
     ours |= {"_asdict", "_replace", "os._exit"}  # of a named tuple; documented
-    return [
-        {name: files for name, files in found.items() if is_private(name) and name not in ours}
-        for found in (paths, attributes)
-    ]
+    return [{name for name in found - ours if is_private(name)} for found in (paths, attributes)]
 
 
 def test_this_torch_has_them_all():
     paths, attributes = used()
-    assert {*attributes} == {expression.rpartition(".")[2] for expression in ATTRIBUTES}
+    assert attributes == {expression.rpartition(".")[2] for expression in ATTRIBUTES}
     ignoring = torch.nn.Linear(1, 1)
     torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         ignoring, ["weight"]
@@ -110,7 +107,7 @@ def test_this_torch_has_them_all():
     scope = {"argparse": argparse, "atexit": atexit, "ignoring": ignoring}
     scope |= {"sys": sys, "threading": threading, "torch": torch}
     lost = []
-    for name in [*filter(is_private, paths), *ATTRIBUTES]:
+    for name in [*paths, *ATTRIBUTES]:
         try:
             eval(name, scope)
         except AttributeError:
@@ -118,15 +115,10 @@ def test_this_torch_has_them_all():
     assert lost == [], f"torch {torch.__version__} has lost them"
 
 
-def test_the_page_lists_them_with_their_files():
+def test_the_page_lists_them():
     paths, attributes = used()
     whole = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
-    in_code = {path.rpartition(".")[2]: paths[path] for path in whole} | attributes
     page = (PACKAGE.parent / "docs" / "private-names.md").read_text()
-    rows = re.findall(r"^\| (`.*?`) \| (`.*?`) \|", page, re.MULTILINE)
-    listed = [
-        (re.findall(r"`(\w+)`", names), re.findall(r"`(.+?)`", files)) for names, files in rows
-    ]
-    assert sorted(name for names, _ in listed for name in names) == sorted(in_code)
-    for names, files in listed:
-        assert set().union(*(in_code[name] for name in names)) == set(files), names
+    cells = re.findall(r"^\| (`.*?`) \|", page, re.MULTILINE)
+    listed = [name for cell in cells for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(listed) == sorted({path.rpartition(".")[2] for path in whole} | attributes)
