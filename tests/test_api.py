@@ -11,10 +11,9 @@ from torch import nn
 import ddp_from_scratch as ddp
 from ddp_from_scratch.options.launch_order import active_reducers, remove
 from tests.support.on_ranks import on
+from tests.support.sources import MODULES, PACKAGE, nodes
 from tools.trace_gradient import trace
 
-PACKAGE = Path(ddp.__file__).parent
-MODULES = sorted(PACKAGE.rglob("*.py"))
 OUTSIDE = {"run", "tests", "benchmarks", "tools", "conftest", "ranks"}
 
 # The folders from the bottom up, and for each the folders below that it may import.
@@ -75,7 +74,7 @@ def imported(path: Path) -> set[str]:
     """The full names of the modules, and of what is taken from them, that a file imports."""
     package = ["ddp_from_scratch", *path.relative_to(PACKAGE).parent.parts]
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

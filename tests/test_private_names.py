@@ -7,14 +7,11 @@ import re
 import sys
 import threading
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.distributed.tensor.parallel.ddp
 
-import ddp_from_scratch
-
-PACKAGE = Path(ddp_from_scratch.__file__).parent
+from tests.support.sources import MODULES, PACKAGE, nodes
 
 # Of objects: expressions that this version evaluates, as long as it has the name.
 ATTRIBUTES = [
@@ -42,10 +39,10 @@ def is_private(path):
     return any(part.startswith("_") and not part.startswith("__") for part in path.split("."))
 
 
-def imports(tree):
+def imports(module):
     """The modules and names of other packages in a file, as paths, by what the file calls them."""
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes(module):
         if isinstance(node, ast.Import):
             for item in node.names:
                 name = item.asname or item.name.partition(".")[0]
@@ -68,9 +65,9 @@ def path_of(node, imported):
     return None
 
 
-def defined(tree):
+def defined(module):
     """Names that a file gives to functions, classes, variables and attributes of its own."""
-    for node in ast.walk(tree):
+    for node in nodes(module):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -82,17 +79,16 @@ def defined(tree):
 @cache
 def used():
     """The paths below imports, and the attributes of anything else, that are private."""
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
     paths, attributes = set(), set()
-    for tree in trees:
-        imported = imports(tree)
+    for module in MODULES:
+        imported = imports(module)
         paths.update(imported.values())
-        for node in ast.walk(tree):
+        for node in nodes(module):
             if path := path_of(node, imported):
                 paths.add(path)
             elif isinstance(node, ast.Attribute):
                 attributes.add(node.attr)
-    ours = {name for tree in trees for name in defined(tree)}
+    ours = {name for module in MODULES for name in defined(module)}
     ours |= {"_asdict", "_replace", "os._exit"}  # of a named tuple; documented
     return [{name for name in found - ours if is_private(name)} for found in (paths, attributes)]
 
