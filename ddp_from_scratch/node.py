@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.call_watch import sequence_number, watch
 from ddp_from_scratch.backend.calls import names_of
-from ddp_from_scratch.backend.collectives import CollectivesGroup
 from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors, register_backend
 from ddp_from_scratch.backend.shared_memory import SEMAPHORES_AVAILABLE
 from ddp_from_scratch.backend.transport import GlooTransport
@@ -24,7 +23,7 @@ from ddp_from_scratch.common.group import may_be_in_flight, open_gloo, substore,
 Gloo = Callable[[], dist.ProcessGroup | None]
 
 
-class ProcessGroupNode(CollectivesGroup):
+class ProcessGroupNode(SharedMemoryGroup):
     """A group that reduces in shared memory within a machine, and sends the rest through gloo."""
 
     backend: ClassVar[str] = "node"

@@ -6,10 +6,12 @@ An all-reduce goes through these files from top to bottom:
     work.py           runs operations on the group's thread while the caller continues
     barrier.py        each rank sleeps until all have arrived, then compares operations
     all_reduce.py     chooses an algorithm: eager, in place, staged, or messages
-    stage.py          passes a tensor through shared memory, a piece at a time
+    stage.py          passes tensors through shared memory, a piece at a time
     reduction.py      folds several tensors into one
     shared_memory.py  maps the memory and its semaphores
     transport.py      sends messages over torch's store and gloo
+
+The other collectives have `exchange.py` in place of `all_reduce.py`, and choose in the same way.
 
 `traits.py` tells the code above what a group can do.
 

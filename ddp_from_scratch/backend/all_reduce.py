@@ -16,13 +16,12 @@ Sums are taken in rank order, and across machines in machine order, so all ranks
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 
 import torch
 
 from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import CHUNK, Reduction, share_of
-from ddp_from_scratch.backend.shared_memory import LASTING, Topology
+from ddp_from_scratch.backend.shared_memory import Topology
 from ddp_from_scratch.backend.stage import SharedTensors, Stage
 from ddp_from_scratch.backend.transport import Transport, write_back
 
@@ -51,21 +50,19 @@ class AllReduce:
         self, topology: Topology, barrier: CheckedBarrier, shared: SharedTensors, stage: Stage
     ) -> None:
         self._topology, self._barrier, self._shared, self._stage = topology, barrier, shared, stage
-        # Cached, since making a view takes as long as summing a small tensor.
-        self._eager = lru_cache(maxsize=256)(self._make_eager)
         # One per dtype is enough, since the operations of a group run one after another.
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
 
     def prepare(self, tensor: torch.Tensor) -> str:
         """Copies the tensor to where others read it after the meeting, or returns its place."""
-        if buffers := self._eager(tensor.shape, tensor.dtype):
+        if buffers := self._barrier.eager(tensor.shape, tensor.dtype):
             # The buffer of the next meeting: a slow rank may still read that of the last one.
             buffers[1 - self._barrier.parity][self._barrier.rank].copy_(tensor)
             return ""
         place = self._shared.place(tensor)
-        # Saves the first piece a barrier. Opening the stage must wait, since it is collective.
+        # Opening the stage must wait, since it is collective.
         if not place and self._stage.memory and self._is_staged(tensor):
-            self._stage.fill(tensor)
+            self._stage.prepare([tensor.contiguous().view(-1)])
         return place
 
     def __call__(
@@ -75,14 +72,15 @@ class AllReduce:
         inter_node_dtype: torch.dtype | None = None,
     ) -> list[torch.Tensor]:
         """Replaces the tensor by its reduction over all ranks, after they have met."""
-        if buffers := self._eager(tensor.shape, tensor.dtype):
+        if buffers := self._barrier.eager(tensor.shape, tensor.dtype):
             total = tensor
             if tensor.dtype != reduction.dtype:
                 total = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
             write_back(reduction.fold(buffers[self._barrier.parity], total), tensor)
         # `same_place` is equal on all ranks, so all of a machine take the same branch.
         elif self._barrier.same_place and self._shared.place(tensor):
-            for chunk, total in self._reduce(self._own_shares(tensor), reduction, inter_node_dtype):
+            shares = self._own_shares(self._shared.by_rank(tensor))
+            for chunk, total in self._reduce(shares, reduction, inter_node_dtype):
                 for part in chunk:
                     if part is not total:
                         part.copy_(total)
@@ -103,41 +101,14 @@ class AllReduce:
         """
         if not self._barrier.same_place or not self._shared.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
-        shares = self._own_shares(tensor)
+        shares = self._own_shares(self._shared.by_rank(tensor))
         begin, _ = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
         for _, total in self._reduce(shares, reduction, keep=True):
             receive(begin, total)
             begin += total.numel()
 
-    def split(self, reduction: Reduction, dtype: torch.dtype) -> tuple[Reduction, Reduction]:
-        """Returns the reduction on this machine, and the one across machines.
-
-        If they average, one of the two divides.
-        """
-        # A division: see `core/comm_hooks.py`.
-        # On this machine where that is exact, or keeps a sum in 16 bits from overflow, else across
-        # machines, so a machine with one rank rounds nothing.
-        wide = dtype == reduction.dtype
-        first = reduction.divides_first if wide else self._stage.shares_memory
-        if self._topology.count == 1 or first:
-            return reduction, reduction.undivided
-        return reduction.undivided, reduction
-
     def free(self) -> None:
-        self._eager.cache_clear()
         self._stage.free()
-
-    @LASTING
-    def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> list[list[torch.Tensor]]:
-        """Returns the eager buffer of each rank, by parity; empty if the tensor is too large."""
-        nbytes = shape.numel() * dtype.itemsize
-        # Ranks on other machines cannot read the eager buffers.
-        if self._topology.count > 1 or nbytes > self._barrier.eager_nbytes:
-            return []
-        return [
-            [pair[parity][:nbytes].view(dtype).view(shape) for pair in self._barrier.eager]
-            for parity in range(2)
-        ]
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         here = self._topology.count == 1
@@ -146,19 +117,23 @@ class AllReduce:
     def _reduce_staged(
         self, tensor: torch.Tensor, reduction: Reduction, inter_node_dtype: torch.dtype | None
     ) -> None:
-        # `prepare` has not filled a new stage, nor one for a tensor in a window on this rank.
-        if self._stage.dense is None or not self._barrier.same_place:
-            self._stage.fill(tensor)
-            self._barrier.wait()
-        for shares in self._stage.shares():
-            for chunk, total in self._reduce(shares, reduction, inter_node_dtype):
+        dense = tensor.contiguous()
+        flat = dense.view(-1)
+        last = result = flat[:0]  # of the last piece
+        for place, parts in self._stage.pieces([flat], flat.numel(), flat.dtype):
+            # After a barrier: all owners have written to the first rank's part.
+            last.copy_(result)
+            for chunk, total in self._reduce(self._own_shares(parts), reduction, inter_node_dtype):
                 if chunk[0] is not total:
                     chunk[0].copy_(total)
-        write_back(self._stage.take(), tensor)
+            last, result = flat[place], parts[0]
+        self._barrier.wait()
+        last.copy_(result)
+        write_back(dense, tensor)
 
-    def _own_shares(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        begin, end = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
-        return [part[begin:end] for part in self._shared.by_rank(tensor)]
+    def _own_shares(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        begin, end = share_of(parts[0].numel(), self._barrier.rank, self._stage.owners)
+        return [part[begin:end] for part in parts]
 
     def _reduce(
         self,
@@ -169,7 +144,9 @@ class AllReduce:
     ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
         """Yields chunks of the shares with their reductions, in the first chunk unless `keep`."""
         wide = shares[0].dtype == reduction.dtype
-        here, across = self.split(reduction, shares[0].dtype)
+        here, across = reduction.split(
+            shares[0].dtype, self._topology.count, self._stage.shares_memory
+        )
         in_place, scratch = wide and not keep, self._scratch(reduction)
         whole = shares[0] if self._topology.count == 1 or not keep else torch.empty_like(shares[0])
         chunks = list(zip(*(part.split(CHUNK) for part in (whole, *shares)), strict=True))

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from ddp_from_scratch.backend import operations
 from ddp_from_scratch.backend.operations import COUNT_NBYTES, FINGERPRINT_NBYTES, name_ranks
 from ddp_from_scratch.backend.shared_memory import (
+    LASTING,
     DisseminationBarrier,
     SharedMemory,
     Topology,
@@ -31,6 +33,9 @@ from ddp_from_scratch.common.group import failure_detector, may_be_in_flight
 # Bytes of all eager buffers of a machine. Every rank reads all of them, so the more ranks there
 # are, the smaller are the tensors for which this is the fastest way.
 EAGER_NBYTES = 256 * 1024
+
+# By parity and by rank, a view of the rank's eager buffer.
+EagerBuffers: TypeAlias = list[list[torch.Tensor]]
 
 # By rank, a number in the rank's segment, as an array of one element.
 Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
@@ -108,11 +113,13 @@ class CheckedBarrier:
         self._ranks = topology.intra_node.world_ranks
         self._processes = ProcessWatch(topology.intra_node.allgather(self._process))
         self._memory = memory = BarrierMemory(topology.intra_node, topology.count)
-        self.eager: list[torch.Tensor] = memory.eager
-        self.eager_nbytes: int = memory.eager_nbytes
+        # Cached, since making a view takes as long as summing a small tensor.
+        self.eager: Callable[[torch.Size, torch.dtype], EagerBuffers]
+        self.eager = lru_cache(maxsize=256)(self._make_eager)
         self._semaphores = DisseminationBarrier(memory.addresses, self.rank)
         self.same_place: bool = True  # whether all ranks gave one place; equal on all ranks
         self._number = 0  # of meetings so far; equal on all ranks in one meeting
+        self.parity: int = 0  # of that number: chooses the buffers that the last meeting used
         # The number of waits so far, in meetings and after them, and its value at the last meeting.
         self._waits = self._met_at = 0
         self._timeout = self._deadline = 0.0  # of the last meeting, and of each `wait` after it
@@ -132,11 +139,6 @@ class CheckedBarrier:
         # No rank may touch a semaphore before its owner creates it.
         topology.intra_node.allgather(None)
         _open.add(self)
-
-    @property
-    def parity(self) -> int:
-        """The buffers that the last meeting used: 0 if its number is even, else 1."""
-        return self._number % 2
 
     @property
     def missing_names(self) -> str:
@@ -175,7 +177,7 @@ class CheckedBarrier:
             raise CommunicationError(f"the group has failed before: {self._failure}")
         self._timeout, self._deadline = timeout, time.monotonic() + timeout
         self._number += 1
-        parity = self.parity
+        parity = self.parity = self._number % 2
         own = operations.fingerprint_of(operation, place)
         looks = self.name_others is not None and self._number >= self._compare_from
         own += (others - self._others if looks else 0).to_bytes(COUNT_NBYTES, "little")
@@ -228,7 +230,20 @@ class CheckedBarrier:
     def free(self) -> None:
         _open.discard(self)
         self._processes.close()
+        self.eager.cache_clear()  # type: ignore[attr-defined]
         self._memory.free()
+
+    @LASTING
+    def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> EagerBuffers:
+        """Returns tensors of this shape in the eager buffers; none if they are too large."""
+        nbytes = shape.numel() * dtype.itemsize
+        # Ranks on other machines cannot read the eager buffers.
+        if self._topology.count > 1 or nbytes > self._memory.eager_nbytes:
+            return []
+        return [
+            [pair[parity][:nbytes].view(dtype).view(shape) for pair in self._memory.eager]
+            for parity in range(2)
+        ]
 
     def _exchange(self, parity: int) -> None:
         if self.rank == 0:

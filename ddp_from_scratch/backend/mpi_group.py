@@ -26,10 +26,9 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.collectives import CollectivesGroup
 from ddp_from_scratch.backend.mpi_start import ending, start
 from ddp_from_scratch.backend.operations import check_memory
-from ddp_from_scratch.backend.process_group import Tensors
+from ddp_from_scratch.backend.process_group import SharedMemoryGroup, Tensors
 from ddp_from_scratch.backend.transport import flat_bytes, write_back
 from ddp_from_scratch.backend.work import FORKED
 from ddp_from_scratch.common.errors import CommunicationError, UsageError
@@ -227,7 +226,7 @@ def _require_rank() -> None:
         raise RuntimeError(FORKED)
 
 
-class ProcessGroupMPI(CollectivesGroup):
+class ProcessGroupMPI(SharedMemoryGroup):
     """A process group with its own MPI communicator, a duplicate of the given one.
 
     Messages (`send`, `recv`) do not queue behind collectives, so two ranks may each post a receive

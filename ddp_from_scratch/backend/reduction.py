@@ -95,6 +95,21 @@ class Reduction:
         for into, chunk in zip(result.split(CHUNK), chunks, strict=True):
             into.copy_(self.fold(chunk, scratch[: into.numel()]))
 
+    def split(
+        self, dtype: torch.dtype, machines: int, shares_memory: bool
+    ) -> tuple["Reduction", "Reduction"]:
+        """Returns the reduction of tensors of `dtype` on one machine, and the one across machines.
+
+        If they average, one of the two divides.
+        """
+        # A division: see `core/comm_hooks.py`.
+        # On this machine where that is exact, or keeps a sum in 16 bits from overflow, else across
+        # machines, so a machine with one rank rounds nothing.
+        first = self.divides_first if dtype == self.dtype else shares_memory
+        if machines == 1 or first:
+            return self, self.undivided
+        return self.undivided, self
+
     @cached_property
     def undivided(self) -> "Reduction":
         return replace(self, divisor=1)

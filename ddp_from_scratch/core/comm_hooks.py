@@ -20,9 +20,9 @@ the sum: n summands of 1/n each cannot overflow a 16-bit float where the average
   the factor, for `average` and for hooks that declare `prescaled`. Without a hook:
   `SparseBucket.pack` (options/sparse.py).
 - AVG: the collective, on a group whose `traits` say `divides_first`. `Reduction.fold`
-  (backend/reduction.py) divides; with several machines, `AllReduce.split` (backend/all_reduce.py)
-  chooses where. With shard="node" buckets send nothing, and `NodeShards.step` (optim/shards.py)
-  averages while it steps, after the sum unless 1/n is exact.
+  (backend/reduction.py) divides; with several machines, `Reduction.split` chooses where. With
+  shard="node" buckets send nothing, and `NodeShards.step` (optim/shards.py) averages while it
+  steps, after the sum unless 1/n is exact.
 - None: the hook. A hook outside of this package divides; so do `divide`, if another hook calls
   `average`, `_compressed` (options/comm_hooks.py), likewise, `_average_in_low_rank`
   (options/power_sgd.py), and `TreeReduction._divide` (virtual_ranks/tree_reduction.py), which

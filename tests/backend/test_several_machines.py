@@ -1,7 +1,7 @@
 """All-reduces of ranks on one machine, and on several for which it stands."""
 
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -71,7 +71,7 @@ def check_windows(world, group, copies_nothing):
                 terms = sum(torch.arange(sum(counts)) % 97 + rank for rank in range(n))
                 expected = (terms / (n if op == dist.ReduceOp.AVG else 1)).split(counts)[r]
                 in_window = make is not torch.empty
-                with not_called(group, "reduce", in_window and copies_nothing):
+                with copied(group, not (in_window and copies_nothing)):
                     for output in (torch.empty(counts[r]), parts[r]):
                         dist.reduce_scatter(output, parts, op, group=group)
                         assert torch.equal(output, expected), (counts, op)
@@ -81,15 +81,18 @@ def check_windows(world, group, copies_nothing):
             for tensor in (torch.full((counts[-1],), r + 1.0), own.fill_(r + 7.0)):
                 expected = [torch.full((counts[-1],), float(tensor[0]) - r + k) for k in range(n)]
                 in_window = make is not torch.empty
-                with not_called(group, "__call__", in_window and copies_nothing):
+                with copied(group, not (in_window and copies_nothing)):
                     dist.all_gather_into_tensor(output, tensor, group=group)
                 assert torch.equal(output, torch.cat(expected))
 
 
-def not_called(group, method, holds):
-    """The exchange through the stage or by messages, which copies."""
-    copies = patch.object(type(group._exchange), method, side_effect=AssertionError("copied"))
-    return copies if holds else nullcontext()
+@contextmanager
+def copied(group, expected):
+    """Whether the exchange takes a copy through the stage, in eager buffers or by messages."""
+    kind = type(group._exchange)
+    with patch.object(kind, "_pieces", autospec=True, side_effect=kind._pieces) as copies:
+        yield
+    assert copies.called == expected
 
 
 def asleep(seconds, sleep=time.sleep):
