@@ -171,7 +171,7 @@ class Reducer:
         if virtual_ranks is not None:
             self._virtual_ranks = VirtualRanks(
                 virtual_ranks,
-                self.buffer_sync.snapshot,
+                self.buffer_sync,
                 windows=fuse_wgrad,
                 balances=balance,
                 recheck_every=recheck_every,

@@ -1,6 +1,7 @@
 """Exceptions for a mistake by the user, a mistake on another rank, and failed communication."""
 
 from collections.abc import Sequence
+from typing import Any
 
 # What to do about a Reducer that no longer fits its module.
 AGAIN = "call remove() on the Reducer and make a new one, on every rank"
@@ -26,7 +27,8 @@ class WrongResultError(RuntimeError):
     """Ranks computed different bits for one virtual rank, so one of them computes wrongly.
 
     Attributes:
-        rank: the rank that computed wrongly; None if only two ranks could be asked.
+        rank: the rank that computed wrongly; None if there are only two ranks, or all three that
+            were asked differ.
         step, virtual_rank: what was computed.
     """
 
@@ -35,6 +37,9 @@ class WrongResultError(RuntimeError):
         self.rank: int | None = rank
         self.step: int = step
         self.virtual_rank: int = virtual_rank
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.rank, self.step, self.virtual_rank)
 
 
 class PeerWrongResultError(WrongResultError, CommunicationError):

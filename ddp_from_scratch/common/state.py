@@ -39,7 +39,7 @@ def broadcast_state(
     wire = torch.frombuffer(data, dtype=torch.uint8)
     wait(dist.broadcast(wire, group=process_group, group_src=src, async_op=True))
     try:
-        return state if is_source else torch.load(io.BytesIO(data), weights_only=True)
+        return state if is_source else torch.load(io.BytesIO(data), "cpu", weights_only=True)
     except UnpicklingError as error:
         kind = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise UsageError(

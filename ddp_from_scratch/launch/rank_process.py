@@ -137,6 +137,8 @@ def _report_of(error: Exception) -> str:
         # The failed peer reports the error, and its launcher stops this process meanwhile. If all
         # ranks notice at once (a timeout), the lowest rank reports first.
         time.sleep(2.0 + 0.2 * min(rank, 10))
+        if isinstance(error, WrongResultError):
+            return f"error: {error}"
         first = next(iter(str(error).splitlines()), type(error).__name__)
         return f"error: rank {rank} lost the other ranks: {first}"
     if isinstance(error, WrongResultError):

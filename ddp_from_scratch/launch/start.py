@@ -219,7 +219,7 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
         thread.join(1.0)  # a process that outlives mpirun may hold the pipe
 
 
-_RULE = b"-" * 74 + b"\n"  # begins and ends each message of mpirun's own
+_RULE = rb"(?m:^)-{74}\n"  # begins and ends each message of mpirun's own
 
 
 def _pass_on(read: int, agent: Agent) -> None:
@@ -232,7 +232,7 @@ def _pass_on(read: int, agent: Agent) -> None:
         held += text
         if agent.is_stopping:
             held = re.sub(_RULE + b".*?" + _RULE, b"", held, flags=re.DOTALL)
-        if not (agent.is_stopping and _RULE in held):  # a message that has not ended
+        if not (agent.is_stopping and re.search(_RULE, held)):  # a message that has not ended
             _write(held)
             held = b""
     os.close(read)

@@ -270,9 +270,14 @@ class Trainer:
         if settings.virtual_ranks is None:
             totals = self._backward(batches)
         else:
-            of_each = self.reducer.run_virtual_ranks(
-                lambda virtual_rank: self._backward(self._batches_of(virtual_rank, batches))
-            )
+            own = self.reducer.virtual_rank_range
+
+            def compute(virtual_rank: int) -> torch.Tensor:
+                if virtual_rank in own:
+                    return self._backward(batches)
+                return self._backward(self._load(virtual_rank))  # repeated for --recheck
+
+            of_each = self.reducer.run_virtual_ranks(compute)
             totals = torch.stack(of_each).sum(0)
         if self._elastic is not None:
             ddp.wait(dist.all_reduce(totals, async_op=True))
@@ -290,11 +295,8 @@ class Trainer:
         self.global_step += 1
         self._note_progress()
 
-    def _batches_of(self, virtual_rank: int, batches: Iterator[Any]) -> Iterator[Any]:
-        """Returns the batches of a virtual rank: this rank's next ones, or another rank's."""
-        if virtual_rank in self.reducer.virtual_rank_range:
-            return batches
-        # This rank repeats it (--recheck).
+    def _load(self, virtual_rank: int) -> Iterator[Any]:
+        """Loads the batches of another rank's virtual rank in the step under way."""
         images = self.sampler.images_of(self.step, virtual_rank)
         size = self.settings.rank_batch_size(self.world.world_size)
         samples = [self.images.train[image] for image in images]

@@ -2,8 +2,7 @@
 
 The result of a step does not depend on the deal (`tree_reduction.py`), so it may change in every
 step. Each rank measures how long one of its virtual ranks computes, and sends that number with the
-smallest bucket (`TreeReduction.note`). So after each step all ranks have all numbers, and compute
-the same deal for the next one.
+smallest bucket (`TreeReduction.note`). So all ranks get all numbers, and compute the same deal.
 """
 
 from collections import deque
@@ -51,7 +50,9 @@ class Balance(Tracer):
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
-        smallest = min(reducer.flat_buckets, key=lambda bucket: bucket.flat.nbytes)
+        # With shard="world" an empty bucket is not sent.
+        full = [bucket for bucket in reducer.flat_buckets if bucket.flat.numel()]
+        smallest = min(full, default=reducer.flat_buckets[0], key=lambda each: each.flat.nbytes)
         self._reduction.carrier = smallest.index()
         self._reduction.note = 0.0  # not measured yet
 
@@ -79,7 +80,7 @@ class Balance(Tracer):
         if not (known := [each for each in seconds if each > 0]):
             return
         self.seconds = tuple(each if each > 0 else fmean(known) for each in seconds)
-        now = self.counts or equal_counts(self._count, len(self.seconds))
+        now = self._counts_now()
         best = counts_by_speed(self._count, self.seconds)
         before, after = longest(now, self.seconds), longest(best, self.seconds)
         if after > (1 - _LEAST_GAIN) * before:
@@ -90,6 +91,11 @@ class Balance(Tracer):
                 f"virtual ranks are dealt by speed: {self}; the last rank computes for "
                 f"{1e3 * after:.3g} ms a step, {1e3 * before:.3g} ms before"
             )
+
+    def _counts_now(self) -> list[int]:
+        if self.counts is not None and len(self.counts) == len(self.seconds):
+            return self.counts
+        return equal_counts(self._count, len(self.seconds))
 
     def forget_others(self) -> None:
         """Begins with equal parts: ranks may have been lost, and new ones know of no deal."""
@@ -122,8 +128,7 @@ class Balance(Tracer):
     def __str__(self) -> str:
         if not self.seconds:
             return "equal parts so far"
-        counts = self.counts or equal_counts(self._count, len(self.seconds))
-        rows = enumerate(zip(counts, self.seconds, strict=True))
+        rows = enumerate(zip(self._counts_now(), self.seconds, strict=True))
         return ", ".join(
             f"rank {rank} runs {own} ({1e3 * s:.3g} ms each)" for rank, (own, s) in rows
         )

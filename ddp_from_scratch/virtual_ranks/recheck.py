@@ -3,7 +3,7 @@
 A virtual rank has the same bits on every rank. So in every Nth step one of them is computed twice,
 by its owner and by another rank, from the same batch, buffers and random numbers. Before the
 average counts, all ranks compare checksums of its gradients and buffers. If they differ, a third
-rank computes it, too, and the one that is alone with its result is named.
+rank computes it, too, and the rank whose bits differ from the other two is named.
 
 The check sees faults in forward and backward passes. It does not see a fault in the sum, in the
 optimizer's step or on the wire: `check_every` compares parameters and states after these.
@@ -28,7 +28,7 @@ from ddp_from_scratch.common.group import gather_objects
 from ddp_from_scratch.common.process import processor_name
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
 from ddp_from_scratch.core.observer import Check
-from ddp_from_scratch.options.buffers import BufferSnapshot
+from ddp_from_scratch.options.buffers import BufferSync
 from ddp_from_scratch.sync.check_sync import gather_integers
 from ddp_from_scratch.sync.checksums import checksums
 
@@ -56,8 +56,9 @@ class Case:
     def of(number: int, step: int, parts: Sequence[Sequence[int]]) -> "Case":
         """Returns the case of check `number`: all virtual ranks, and all pairs, take turns."""
         count, ranks = sum(map(len, parts)), len(parts)
-        # An odd stride visits all of a power of two, and another rank in each check.
-        virtual_rank = number * (count // 2 | 1) % count
+        # An odd stride visits all of a power of two. Multiples of the golden ratio spread evenly,
+        # so also the first few checks visit all ranks.
+        virtual_rank = number * (int(0.618 * count) | 1) % count
         owner = next(rank for rank, part in enumerate(parts) if virtual_rank in part)
         turn = number // count % (ranks - 1)
         checker = (owner + 1 + turn) % ranks
@@ -67,7 +68,7 @@ class Case:
 
 
 class Mismatch(NamedTuple):
-    """Two ranks have other checksums of a case; `rows` has those of all ranks."""
+    """Two ranks have different checksums for a case; `rows` has those of all ranks."""
 
     case: Case
     rows: list[list[int]]
@@ -80,10 +81,10 @@ class Recheck(Check):
         mismatch: what the last average has found; then `backward()` has raised on every rank.
     """
 
-    def __init__(self, every: int, snapshot: Callable[[], BufferSnapshot]) -> None:
+    def __init__(self, every: int, buffers: BufferSync) -> None:
         if every < 1:
             raise ValueError(f"recheck_every must be 1 or more, got {every}")
-        self._every, self._snapshot = every, snapshot
+        self._every, self._buffers = every, buffers
         self.mismatch: Mismatch | None = None
         self._case: Case | None = None  # of the step under way
         # True if this rank is the owner, and the case its last virtual rank, whose gradients only
@@ -100,11 +101,11 @@ class Recheck(Check):
     def begin(self, step: int, parts: Sequence[Sequence[int]], repeat: Repeat) -> None:
         """Chooses the case of this step, and repeats it on the rank that checks. Collective."""
         reducer = self._reducer()
-        self._case = self.mismatch = None
+        self._case = None
         if len(parts) == 1:
             return
         if not self._compared:
-            check_machines(reducer.process_group)
+            check_machines(reducer.device, reducer.process_group)
             self._compared = True
         self._case = case = Case.of(step // self._every, step, parts)
         self._is_last = reducer.rank == case.owner and parts[case.owner][0] == case.virtual_rank
@@ -124,19 +125,25 @@ class Recheck(Check):
         voters = [case.owner, case.checker]
         found = [rows[rank] for rank in voters]
         if case.voter is not None:
+            failed: Exception | None = None
             if reducer.rank == case.voter:
-                self._compute(case, repeat)
+                try:
+                    self._compute(case, repeat)
+                except Exception as error:  # noqa: BLE001  # raised when no other rank waits
+                    failed = error
             voters.append(case.voter)
             found.append(gather_integers(self._mine, reducer.process_group)[case.voter])
+            if failed is not None:
+                raise failed
         hosts = gather_objects(socket.gethostname(), reducer.process_group)
         what = f"{self._first_difference(found)} of virtual rank {case.virtual_rank}"
         odd = [rank for rank, row in zip(voters, found, strict=True) if found.count(row) == 1]
         wrong = odd[0] if len(odd) == 1 else None
         if wrong is not None:
-            others = " and ".join(f"rank {rank}" for rank in voters if rank != wrong)
+            others = " and ".join(str(rank) for rank in voters if rank != wrong)
             text = (
                 f"rank {wrong} on {hosts[wrong]} computes wrongly: in step {case.step}, {what} has "
-                f"other bits there than on {others}"
+                f"different bits there than on ranks {others}"
             )
         else:
             of = " and ".join(f"rank {rank} on {hosts[rank]}" for rank in voters)
@@ -150,14 +157,17 @@ class Recheck(Check):
 
     def forget(self) -> None:
         """Ranks may have been lost, and others may join."""
-        self._case, self._compared = None, False
+        self._case = self.mismatch = None
+        self._compared = False
 
     def _compute(self, case: Case, repeat: Repeat) -> None:
         self._mine = [0] * len(self._mine)
-        before = self._snapshot()
-        self._note(repeat(case.virtual_rank))
-        self._note_buffers()
-        before.restore()
+        before = self._buffers.snapshot()
+        try:
+            self._note(repeat(case.virtual_rank))
+            self._note_buffers()
+        finally:
+            before.restore()
 
     def _note(self, gradients: Mapping[int, torch.Tensor]) -> None:
         # A gradient that is missing counts as zeros, whose checksum is 0, too.
@@ -166,7 +176,7 @@ class Recheck(Check):
 
     def _note_buffers(self) -> None:
         # Odd factors, so that a change of one buffer always shows.
-        numbers = enumerate(checksums([*self._reducer().module.buffers()]))
+        numbers = enumerate(checksums([*self._buffers.named().values()]))
         total: int = sum((2 * index + 1) * number for index, number in numbers)
         self._mine[-1] = (total + 2**63) % 2**64 - 2**63
 
@@ -198,9 +208,10 @@ class Recheck(Check):
         self._case = None
 
 
-def check_machines(process_group: dist.ProcessGroup | None) -> None:
+def check_machines(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
     """Raises a UsageError on every rank unless all can have the same bits. Collective."""
-    mine = f"{gpu.product_name() or processor_name()}, {torch.get_num_threads()} threads"
+    name = gpu.product_name() if gpu.is_gpu(device) else processor_name()
+    mine = f"{name}, {torch.get_num_threads()} threads"
     mine += f", {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
     everyone = gather_objects(mine, process_group)
     for rank, other in enumerate(everyone):

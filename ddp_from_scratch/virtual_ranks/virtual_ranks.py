@@ -23,7 +23,7 @@ from ddp_from_scratch.common.random import seeded
 from ddp_from_scratch.core.bucket import Bucket
 from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
-from ddp_from_scratch.options.buffers import BufferSnapshot
+from ddp_from_scratch.options.buffers import BufferSnapshot, BufferSync
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.virtual_ranks.balance import Balance
 from ddp_from_scratch.virtual_ranks.deal import counts_by_speed, equal_counts, parts_of
@@ -39,7 +39,7 @@ class VirtualRanks(Observer):
     def __init__(
         self,
         count: int,
-        snapshot: Callable[[], BufferSnapshot],
+        buffers: BufferSync,
         *,
         windows: bool,
         balances: bool,
@@ -48,7 +48,7 @@ class VirtualRanks(Observer):
         if not is_power_of_two(count):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
         self.count = count
-        self._snapshot, self._seed = snapshot, 0
+        self._buffers, self._seed = buffers, 0
         self.step: int = 0  # it and `_seed` seed the generators, with the virtual rank
         self.reduction: TreeReduction = TreeReduction(count, windows)
         # Measures ranks and deals by their speed; None for equal parts.
@@ -56,7 +56,7 @@ class VirtualRanks(Observer):
         # Computes one virtual rank twice in some steps; None never does.
         self.recheck: Recheck | None = None
         if recheck_every is not None:
-            self.recheck = Recheck(recheck_every, snapshot)
+            self.recheck = Recheck(recheck_every, buffers)
         # The virtual ranks of the step that have not ended. Empty between steps.
         self._due: list[int] = []
         # Those of them that have not begun.
@@ -103,7 +103,9 @@ class VirtualRanks(Observer):
     def _parts(self, ranks: int) -> list[tuple[int, ...]]:
         """Returns the virtual ranks of each rank, unless some of an aborted step are kept."""
         counts = None if self.balance is None else self.balance.counts
-        return parts_of(range(self.count), counts or equal_counts(self.count, ranks))
+        if counts is None or len(counts) != ranks:
+            counts = equal_counts(self.count, ranks)
+        return parts_of(range(self.count), counts)
 
     def set_step(self, step: int, seed: int | None, keep: bool) -> int:
         self.step = step
@@ -175,20 +177,27 @@ class VirtualRanks(Observer):
 
         if self.inside is not None:  # outside of the `try`, which would drop that one's step
             raise RuntimeError(f"run_virtual_ranks was called inside virtual rank {self.inside}")
-        recheck = self.recheck
-        if recheck is not None and recheck.is_due(self.step) and self._dealt is None:
-            parts = self._parts(dist.get_world_size(self._process_group))
-            recheck.begin(self.step, parts, partial(self._repeat, function))
+        recheck, repeat = self.recheck, partial(self._repeat, function)
         try:
+            # What is left of an aborted step is not checked: the owner may have finished its part.
+            if recheck is not None and recheck.is_due(self.step) and self._dealt is None:
+                parts = self._parts(dist.get_world_size(self._process_group))
+                recheck.begin(self.step, parts, repeat)
             for index in self.range():
                 with self._virtual_rank(index, reducer):
                     result = function(index)
                 self._results[index] = result
         except BaseException:
             reducer.abort_step()
-            if recheck is not None and recheck.mismatch is not None:
-                raise recheck.vote(recheck.mismatch, partial(self._repeat, function)) from None
-            raise
+            if recheck is None or recheck.mismatch is None:
+                raise
+            mismatch, recheck.mismatch = recheck.mismatch, None
+            try:
+                error = recheck.vote(mismatch, repeat)
+            except BaseException:
+                self._forget()  # a rank that is not known may have computed wrong sums
+                raise
+            raise error from None
         return [self._results[index] for index in sorted(self._results)]
 
     def _repeat(self, function: Callable[[int], Any], index: int) -> dict[int, torch.Tensor]:
@@ -233,7 +242,7 @@ class VirtualRanks(Observer):
             self._check()  # a layer may have been converted since the last step
             self._due, self._ahead = list(order), list(order)
             # Also with a single virtual rank, because a step that fails is repeated.
-            self._before = self._snapshot(), self.step
+            self._before = self._buffers.snapshot(), self.step
             if self._dealt is None:
                 self._forget()
                 self.reduction.parts = self._parts(dist.get_world_size(self._process_group))

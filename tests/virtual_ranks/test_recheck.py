@@ -1,5 +1,6 @@
 """A rank that computes wrongly is named before its step counts."""
 
+import pickle
 import re
 from unittest.mock import patch
 
@@ -30,9 +31,13 @@ def test_all_virtual_ranks_and_pairs_of_ranks_take_turns(ranks):
             assert len(asked) == min(ranks, 3)
         pairs = {(case.owner, case.checker) for case in cases}
         assert len(pairs) == ranks * (ranks - 1)
-        # A rank that is always wrong is soon an owner.
-        owners = [case.owner for case in cases[:count]]
-        assert all(len({*three}) > 1 for three in zip(owners, owners[1:], owners[2:], strict=False))
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 64), (8, 64), (8, 1024)])
+def test_the_first_few_checks_ask_all_ranks(ranks, count):
+    parts = parts_of(range(count), equal_counts(count, ranks))
+    cases = [Case.of(number, 0, parts) for number in range(2 * ranks)]
+    assert {case.owner for case in cases} == {*range(ranks)}
 
 
 def rechecked(world, name):
@@ -162,6 +167,68 @@ def test_of_two_ranks_none_is_named(world):
     reducer.run_virtual_ranks(faulty.run)
     faulty.active = world.rank == 1
     reducer.run_virtual_ranks(faulty.run)  # step 1 is not checked
+
+
+@on("gloo-3")
+def test_a_mismatch_is_forgotten_with_its_step(world):
+    faulty = Faulty("gradient")
+    ddp.broadcast_parameters(faulty.model)
+    reducer = ddp.Reducer(faulty.model, virtual_ranks=4, recheck_every=2)
+    faulty.active = world.rank == 1
+    with pytest.raises(ddp.WrongResultError):
+        train(9, reducer, faulty, torch.optim.SGD(faulty.model.parameters(), 0.01))
+    faulty.active = False
+
+    def fail(virtual_rank):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        reducer.run_virtual_ranks(fail)
+    reducer.run_virtual_ranks(faulty.run)
+
+
+def state_after(world, fails):
+    faulty = Faulty("gradient")
+    ddp.broadcast_parameters(faulty.model)
+    reducer = ddp.Reducer(faulty.model, virtual_ranks=4, recheck_every=1)
+    calls = []
+
+    def run(virtual_rank):
+        calls.append(virtual_rank)
+        faulty.run(virtual_rank)
+        if fails and world.rank == 1 and len(calls) == 1:
+            raise ZeroDivisionError
+
+    if fails and world.rank == 1:
+        with pytest.raises(ZeroDivisionError):
+            reducer.run_virtual_ranks(run)
+        assert calls == [0]  # of rank 0, which waits
+    reducer.run_virtual_ranks(run)
+    gradients = [parameter.grad for parameter in faulty.model.parameters()]
+    return [tensor.tolist() for tensor in [*gradients, *faulty.model.buffers()]]
+
+
+def test_a_step_that_fails_while_a_rank_checks_can_be_repeated(ranks):
+    failed = ranks("gloo", 2)(state_after, True)
+    assert failed == ranks("gloo", 2)(state_after, False)
+
+
+@on("gloo-2")
+def test_buffers_that_ranks_ignore_are_not_compared(world):
+    faulty = Faulty("gradient")
+    ddp.broadcast_parameters(faulty.model)
+    norm = "1.num_batches_tracked"
+    faulty.model[1].num_batches_tracked += world.rank
+    reducer = ddp.Reducer(faulty.model, virtual_ranks=4, recheck_every=1, ignore=[norm])
+    for _ in range(4):
+        reducer.run_virtual_ranks(faulty.run)
+
+
+@pytest.mark.parametrize("kind", [ddp.WrongResultError, PeerWrongResultError])
+def test_the_error_can_be_sent(kind):
+    error = pickle.loads(pickle.dumps(kind("rank 1 computes wrongly", 1, 7, 3)))
+    assert (type(error), str(error)) == (kind, "rank 1 computes wrongly")
+    assert (error.rank, error.step, error.virtual_rank) == (1, 7, 3)
 
 
 @on("gloo-2")
