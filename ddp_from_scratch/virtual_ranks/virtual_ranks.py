@@ -187,6 +187,8 @@ class VirtualRanks(Observer):
                 with self._virtual_rank(index, reducer):
                     result = function(index)
                 self._results[index] = result
+            if recheck is not None and recheck.mismatch is not None:
+                raise RuntimeError("the function went on after an error of backward()")
         except BaseException:
             reducer.abort_step()
             if recheck is None or recheck.mismatch is None:

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
@@ -185,6 +186,26 @@ def test_a_mismatch_is_forgotten_with_its_step(world):
     with pytest.raises(ZeroDivisionError):
         reducer.run_virtual_ranks(fail)
     reducer.run_virtual_ranks(faulty.run)
+
+
+@on("gloo-3")
+def test_a_function_that_catches_the_error_is_stopped_all_the_same(world):
+    faulty = Faulty("gradient")
+    ddp.broadcast_parameters(faulty.model)
+    reducer = ddp.Reducer(faulty.model, virtual_ranks=4, recheck_every=1)
+    faulty.active = world.rank == 2
+
+    def run(virtual_rank):
+        with suppress(RuntimeError):
+            faulty.run(virtual_rank)
+
+    def train_on():
+        for _ in range(9):
+            reducer.run_virtual_ranks(run)
+
+    with pytest.raises(ddp.WrongResultError) as error:
+        train_on()
+    assert error.value.rank == 2
 
 
 def state_after(world, fails):
