@@ -144,10 +144,7 @@ def report(
             ratio = "{:.2f} ({:.2f} to {:.2f})".format(*each.ratio_to(ideal))
             rows.append([head, each.name, f"{middle:.1f} ({low:.1f} to {high:.1f})", ratio])
             head = ""
-        panels[rows[-3][0]] = [
-            Bar(each.name, each.quartiles, "reference" if each is ideal else "ours")
-            for each in samples
-        ]
+        panels[rows[-3][0]] = [Bar(each.name, each.quartiles, "ours") for each in samples]
     print(f"\n{title}, {options.virtual_ranks} virtual ranks", flush=True)
     print(text_table(["", "deal", "ms per step", f"/ {IDEAL}"], rows), flush=True)
     name = f"balance-{model}-{world.backend}-{world.world_size}"
