@@ -124,8 +124,8 @@ class Recheck(Check):
         (case, rows), reducer = mismatch, self._reducer()
         voters = [case.owner, case.checker]
         found = [rows[rank] for rank in voters]
+        failed: Exception | None = None
         if case.voter is not None:
-            failed: Exception | None = None
             if reducer.rank == case.voter:
                 try:
                     self._compute(case, repeat)
@@ -133,9 +133,9 @@ class Recheck(Check):
                     failed = error
             voters.append(case.voter)
             found.append(gather_integers(self._mine, reducer.process_group)[case.voter])
-            if failed is not None:
-                raise failed
         hosts = gather_objects(socket.gethostname(), reducer.process_group)
+        if failed is not None:
+            raise failed
         what = f"{self._first_difference(found)} of virtual rank {case.virtual_rank}"
         odd = [rank for rank, row in zip(voters, found, strict=True) if found.count(row) == 1]
         wrong = odd[0] if len(odd) == 1 else None

@@ -204,7 +204,7 @@ def test_virtual_ranks_are_resumed_on_another_number_of_ranks(ranks, whole, tmp_
 
 
 def dealt_anew(world, folder, changes):
-    """Another deal after every other average, whatever the ranks' speed."""
+    """Changes the deal every few averages, whatever the ranks' speed."""
     deals = cycle([[3, 5], [3, 5], [7, 1], [7, 1], [4, 4]])
 
     def learn(balance, seconds):

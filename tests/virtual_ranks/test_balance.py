@@ -52,7 +52,7 @@ def test_parts_are_neighbours_in_the_order_of_ranks():
 
 
 def dealt_at_random(world, name):
-    """Deals anew before each step."""
+    """Deals again before each step."""
     draw, training = random.Random(3), Training(name, balance=True)
     deals = set()
     for step in range(STEPS):

@@ -117,7 +117,7 @@ def named(world, place, wrong, bits):
         assert isinstance(error.value, PeerWrongResultError) == (world.rank != error.value.rank)
         found.append(error.value.rank)
         faulty.active = False
-        # Earlier steps may have counted with the fault, on all ranks alike.
+        # Earlier steps may have counted with the fault, which is the same on all ranks.
         train(1, reducer, faulty, optimizer)
     ddp.check_sync(faulty.model)
     return found
@@ -206,6 +206,22 @@ def test_a_function_that_catches_the_error_is_stopped_all_the_same(world):
     with pytest.raises(ddp.WrongResultError) as error:
         train_on()
     assert error.value.rank == 2
+
+
+@on("gloo-3")
+def test_a_vote_that_fails_ends_all_ranks(world):
+    faulty = Faulty("gradient")
+    ddp.broadcast_parameters(faulty.model)
+    reducer = ddp.Reducer(faulty.model, virtual_ranks=4, recheck_every=1)
+    faulty.active = world.rank == 1
+
+    def run(virtual_rank):
+        if world.rank == 2 and virtual_rank == 0:  # rank 0's, which rank 1 has repeated
+            raise ZeroDivisionError
+        faulty.run(virtual_rank)
+
+    with pytest.raises(ZeroDivisionError if world.rank == 2 else ddp.WrongResultError):
+        reducer.run_virtual_ranks(run)
 
 
 def state_after(world, fails):
