@@ -173,6 +173,9 @@ class NodeAgent(Agent):
             return 1
         if silence > LOST_S and not self._cut_off:
             say(f"machine 0 has not answered for {silence:.0f} s: ending the ranks here")
+            # Reported no later than their exit codes, which would count as failures otherwise.
+            running = [member for member, child in self._children.items() if child.poll() is None]
+            link.report["abandoned"] = link.report["abandoned"] + running
             self._signal(signal.SIGKILL)
         self._cut_off = silence > LOST_S
         if self._ended_by:

@@ -133,12 +133,12 @@ class MachineRegistry:
             silence = max(now - node.since, pause)
             patience = self._policy.patience(has_come, node.ended, self._timeout)
             if not node.lost and silence > patience:
-                self._lose(number, node, silence)
+                self._lose(node, self._policy.machine_lost(number, silence))
         self._write()
 
-    def _lose(self, number: int, node: Node, silence: float) -> None:
+    def _lose(self, node: Node, verdict: Verdict) -> None:
         node.lost = True
-        self._note(self._policy.machine_lost(number, silence))
+        self._note(verdict)
         for member, rank in node.ranks.items():
             if rank.returncode in (None, -signal.SIGKILL):
                 self.lost.add(member)
@@ -157,6 +157,11 @@ class MachineRegistry:
         if report["beat"] == node.beat:
             return
         node.beat, node.since = report["beat"], now
+        # That machine may be heard again before its silence has lasted long enough here. Its ranks
+        # have not failed, and are not replaced: it gets new ones, as after any silence.
+        if any(node.ranks[member].returncode is None for member in report["abandoned"]):
+            told = f"machine {number} has ended its ranks, because it did not hear machine 0"
+            self._lose(node, Verdict(text=told))
         for member, code in report["codes"].items():
             rank = node.ranks[int(member)]
             if rank.returncode is None:
@@ -282,7 +287,13 @@ class Link:
         self._store = store
         # The last state that machine 0 has written.
         self.job: dict[str, Any] = {"orders": {self.ticket: []}, "failure": None, "end": None}
-        self.report: dict[str, Any] = {"codes": {}, "signals": [], "failure": None, "ended": False}
+        self.report: dict[str, Any] = {
+            "codes": {},
+            "abandoned": [],  # ranks that were killed because machine 0 was silent
+            "signals": [],
+            "failure": None,
+            "ended": False,
+        }
         self.heard: float = time.monotonic()  # the time of machine 0's last heartbeat
         self.is_closed: bool = False  # True once machine 0's store is gone
         self._last = False

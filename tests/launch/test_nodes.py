@@ -38,7 +38,7 @@ class MachineZero:
     def reports(self, codes=(), ticket=1, **more):
         self.beat += 1
         report = {"codes": dict(codes), "signals": [], "failure": None, "beat": self.beat}
-        report |= {"ended": False, "left": False} | more
+        report |= {"abandoned": [], "ended": False, "left": False} | more
         self.store.set(f"report {ticket}", json.dumps(report))
 
     def hears_for_a_while(self):
@@ -201,6 +201,22 @@ def test_ranks_that_end_because_machine_0_stood_still_are_lost_with_their_machin
     job.machines.exchange()
     assert job.machines.lost == {1, 2}
     assert [rank.poll() for rank in job.ranks.values()] == [-signal.SIGKILL] * 2
+
+
+def test_ranks_that_their_machine_ended_while_it_did_not_hear_machine_0_have_not_failed(job, capfd):
+    job.reports({1: None, 2: 3})  # process 2 has failed by itself
+    job.after(LOST_S - 0.1)
+    job.reports({1: -signal.SIGKILL, 2: 3}, abandoned=[1])
+    job.after(0.1)
+    assert (job.machines.lost, job.joined) == ({1}, [1, 1])
+    assert [rank.poll() for rank in job.ranks.values()] == [-signal.SIGKILL, 3]
+    # New ranks are not lost by what the same report still says.
+    job.machines.start(1, 3)
+    job.reports({1: -signal.SIGKILL, 2: 3, 3: None}, abandoned=[1])
+    job.after(0.1)
+    assert (job.machines.lost, job.joined) == ({1}, [1, 1])
+    told = "machine 1 has ended its ranks, because it did not hear machine 0"
+    assert capfd.readouterr().err == f"{told}\nmachine 1 is reachable again\n"
 
 
 def until(holds):
