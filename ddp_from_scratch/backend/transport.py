@@ -145,7 +145,7 @@ class GlooTransport:
                 if missing and expired:
                     raise CommunicationError(
                         f"the timeout of {self.timeout.total_seconds():g} s passed without "
-                        f"{name_ranks(missing)}"
+                        f"{name_ranks(missing)}{whereabouts(missing)}"
                     )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

@@ -1,0 +1,28 @@
+"""Where other ranks are, for the error of a group that has waited for them in vain.
+
+A group does not know it. What does (`watch/stall.py`) adds itself to `sources`.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Source(Protocol):
+    """Knows where ranks of the default group are."""
+
+    def whereabouts(self, rank: int) -> str:
+        """Returns "is in train.py:87: ..." or the like; "" if nothing is known of the rank."""
+
+
+sources: "weakref.WeakSet[Source]" = weakref.WeakSet()
+
+
+def whereabouts(ranks: Iterable[int]) -> str:
+    """Returns "; rank 2 is in train.py:87: ..." for each rank of which something is known."""
+    told = []
+    for rank in ranks:
+        known = (source.whereabouts(rank) for source in list(sources))
+        if text := next(filter(None, known), ""):
+            told.append(f"; rank {rank} {text}")
+    return "".join(told)
