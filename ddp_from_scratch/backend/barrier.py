@@ -151,7 +151,9 @@ class CheckedBarrier:
 
     @property
     def missing_names(self) -> str:
-        unknown = "ranks on other machines" if self._topology.count > 1 else "a rank that has stopped"
+        unknown = (
+            "ranks on other machines" if self._topology.count > 1 else "a rank that has stopped"
+        )
         return name_ranks(self.missing()) or unknown
 
     def _behind(self, numbers: Counters, wait: int) -> list[int]:

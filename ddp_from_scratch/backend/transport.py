@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ddp_from_scratch.backend.operations import name_ranks
 from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.common.group import failure_detector, open_gloo
+from ddp_from_scratch.common.whereabouts import whereabouts
 
 
 class Transport(Protocol):

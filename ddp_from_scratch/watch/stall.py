@@ -148,7 +148,9 @@ class StallWatch(Observer):
 
     def _start(self, reducer: CoreReducer) -> None:
         group = check_group(reducer.process_group)
-        self._after = min(self._longest, timeout_of(group).total_seconds() / 2)
+        native = traits(group).native
+        timeout = timeout_of(group) if native is None else native.timeout
+        self._after = min(self._longest, timeout.total_seconds() / 2)
         self._rank, self._ranks = reducer.rank, dist.get_process_group_ranks(group)
         if len(self._ranks) == 1:
             return
