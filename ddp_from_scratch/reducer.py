@@ -75,8 +75,8 @@ class Reducer:
         check_every: N: run `check_sync` in every Nth average, including the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
             then in the first average and in every hundredth.
-        stall_after: seconds after which the Reducer reports a waiting step, with the ranks that it
-            waits for (`watch/stall.py`). None means never.
+        stall_after: seconds after which a waiting step is reported, with the ranks that it waits
+            for (`watch/stall.py`). None means never.
         straggler_every: N: in every Nth average, print on rank 0 which rank the others waited
             for (`watch/stragglers.py`). None means never.
         ready_order: an earlier run's `ready_order`. The first layout uses it, so sums have the same
