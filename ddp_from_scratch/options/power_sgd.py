@@ -31,7 +31,7 @@ class PowerSGDState:
 
     Attributes:
         rank: the rank of the matrices. A higher rank is more exact and sends more.
-        start: the first averages, this many, are sent in full.
+        start: number of averages at the beginning that are sent in full.
         process_group: the ranks that take part; None means all.
         iteration: number of averages so far.
         elements_sent: number of elements that this rank has sent.
