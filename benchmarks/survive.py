@@ -48,7 +48,7 @@ from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.training.settings import MOST_HERE
 
 _CONTINUING = re.compile(
-    r"continuing with (\d+) ranks .* after (\d+) ms, the step after (\d+) ms(?: \((\d+) of)?"
+    r"continuing with (\d+) ranks .* after (\d+) ms, step completed (\d+) ms later(?: \((\d+) of)?"
 )
 _EPOCH = re.compile(r"epoch +(\d+)/")
 _PARTS = ("noticed", "group", "step", "together", "kept")

@@ -39,35 +39,40 @@ from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
 
 class Reducer:
-    """All-reduces the gradients of a module in buckets, without wrapping the module.
+    """Averages the gradients of a module over ranks during backward, without wrapping the module.
 
-    `CoreReducer` describes and does a step. This class turns options into its observers.
+    A hook on each parameter marks its gradient ready. A bucket with all its gradients is copied
+    into one flat tensor and all-reduced while backward continues. At the end of backward the
+    Reducer waits for all buckets; then every `.grad` is the average. Each option is an observer of
+    `core/reducer.py`, which does the steps.
 
     Args:
-        module: the gradients of its parameters are averaged. All ranks must hold the same model.
+        module: the module whose gradients are averaged. All ranks must hold the same model.
         process_group: the ranks that take part; None means all.
         bucket_cap_mb: size in MiB at which a bucket is closed. 0 makes one bucket for each
-            parameter, `inf` one for all; None and a sequence: see `bucket_caps`.
+            parameter, `inf` one for all; a sequence has the first bucket's cap, the second's, and
+            so on; None is 1 for the first and 25 for the others.
         overlap: launch buckets during backward. False launches all of them at its end.
         gradient_as_bucket_view: make `.grad` a window of its bucket instead of a copy, which saves
-            memory. `.grad` must then not be detached in place, and on a CPU a large `.grad` is None
-            between ready and averaged.
-        find_unused_parameters: parameters may get no gradient in a backward pass, different ones on
-            each rank. A parameter that no rank used keeps its `.grad`; others get the average. The
-            buckets keep their first layout.
-        static_graph: every backward pass has the same unused parameters as the first, and as many
-            gradients for each parameter. A pass that differs raises and names the parameter.
-        skip_unused: skip a bucket if this rank used none of its parameters since the last average;
-            the first average skips none. If ranks use different parameters, they hang.
+            memory. Do not detach `.grad` in place then. On a CPU a large `.grad` is None from the
+            time it is ready until it is averaged.
+        find_unused_parameters: allow parameters without a gradient in a backward pass, even
+            different ones on each rank. A parameter that no rank used keeps its `.grad`; others get
+            the average. The buckets keep their first layout.
+        static_graph: assume that every backward pass has the same unused parameters as the first,
+            and as many gradients for each parameter. A pass that differs raises an error that names
+            the parameter.
+        skip_unused: skip a bucket if this rank has used none of its parameters since the last
+            average; the first average skips none. If ranks use different parameters, they hang.
         sync_buffers: send rank 0's buffers to all ranks at the end of each backward pass that
-            averages, so that any rank may evaluate at any time.
+            averages, so any rank may evaluate at any time.
         shared_memory: on a gloo group on Linux, if two ranks share a machine, reduce in memory that
-            a machine's ranks share, and send only between machines. Sums are taken in rank order,
-            so with more than 2 ranks their last bits differ from gloo's.
+            the ranks of a machine share, and send only between machines. Sums add up ranks in
+            order, so with more than 2 ranks their last bits differ from gloo's.
         fuse_wgrad: compute the gradients of large linear layers directly into their buckets
             (`FusedWgrad`). CPU only. Implies `gradient_as_bucket_view`.
         ignore: names of parameters and buffers that are not synchronised.
-        check_every: N: run `check_sync` in every Nth average, also on the state of optimizers
+        check_every: N: run `check_sync` in every Nth average, including the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
             then in the first average and in every hundredth.
         stall_after: seconds after which a waiting step is reported, with the ranks that it waits
@@ -76,33 +81,33 @@ class Reducer:
             two kernel launches for each bucket.
         straggler_every: N: in every Nth average, print on rank 0 which rank the others waited
             for (`watch/stragglers.py`). None means never.
-        ready_order: an earlier run's `ready_order`. The first layout uses it, so that sums have the
-            same bits.
+        ready_order: an earlier run's `ready_order`. The first layout uses it, so sums have the same
+            bits.
         virtual_ranks: a power of two. Splits a step's batch into this many equal virtual ranks.
-            Each rank runs those of `virtual_rank_range`, and a fixed tree sums their gradients
-            (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
+            Each rank runs those of `virtual_rank_range`, and their gradients are summed along a
+            fixed tree (`virtual_ranks/`), which gives the same bits on any number of ranks. Implies
             `sync_buffers`; buckets keep their layout.
-        balance: deal virtual ranks by the ranks' measured speed, so that slow ranks run fewer
-            (`virtual_ranks/balance.py`). Not a bit of the result changes. `virtual_rank_range` may
-            then change from step to step.
+        balance: assign virtual ranks by the ranks' measured speed, so slow ranks run fewer
+            (`virtual_ranks/balance.py`). The bits of the result do not change.
+            `virtual_rank_range` may change from step to step.
         recheck_every: N: in every Nth step another rank repeats one virtual rank. If the bits of
             its gradients or buffers differ, `run_virtual_ranks` raises a WrongResultError on all
             ranks before the average counts (`virtual_ranks/recheck.py`). None means never.
         reduce: "sum" sums the ranks' gradients without dividing. Every `.grad` is summed as a
-            whole, so set it to None or zero after each step; what an earlier sum left there would
-            be summed again. Not with a comm hook or virtual ranks.
+            whole, so set it to None or zero after each step; otherwise an earlier sum is summed
+            again. Not with a comm hook or virtual ranks.
         check_first_average: compare the ranks' parameters in the first average. False is for
-            programs whose ranks change them on purpose before backward, each in its own way, and
-            put them back before the step (sharpness-aware minimisation).
+            programs in which each rank changes parameters in its own way before backward, and
+            restores them before the step (sharpness-aware minimisation).
         check_finite: raise on every rank if a gradient is not finite before it is averaged, and
             name its rank and parameter (`FiniteCheck`). Not with virtual ranks.
-        local_steps: optimizers may step on gradients that are not averaged, as in local SGD.
+        local_steps: let optimizers step on gradients that are not averaged, as in local SGD.
             Otherwise the first such step warns, and with `check_every` each raises
             (`options/local_steps.py`).
-        observers: your own (`core/observer.py`), called after those of the options.
+        observers: your own observers (`core/observer.py`), called after those of the options.
 
     Attributes:
-        core: what observers are attached to: its parameters, buckets and phases.
+        core: the object that observers are attached to: its parameters, buckets and phases.
         buffer_sync: sends the module's buffers.
         tree_reduction: the sum over virtual ranks; None without them.
 
@@ -345,7 +350,7 @@ class Reducer:
         self.core.add_observer(watch)
 
     def prepare_backward(self, outputs: object) -> None:
-        """Searches the graph of these tensors, where backward will begin, for unused parameters."""
+        """Searches the graph of these tensors, where backward begins, for unused parameters."""
         if (unused := self.core.observer(Unused)) is not None:
             unused.prepare(outputs)
 
@@ -362,7 +367,7 @@ class Reducer:
             raise RuntimeError(text)
 
     def average_gradients(self) -> None:
-        """Averages what is in `.grad` now, without a backward pass. Collective.
+        """Averages every `.grad` as it is, without a backward pass. Collective.
 
         For gradients that did not come from `backward()`, such as those of `torch.autograd.grad`,
         and for sums of passes under `no_sync()`. All options apply as in a backward pass. Every
@@ -387,9 +392,9 @@ class Reducer:
     def weight(self, amount: float) -> None:
         """Weights this rank's gradients by `amount` in the next average only. Collective.
 
-        Pass the number of samples (or tokens) that this rank's loss is the mean of. The result is
+        Pass the number of samples (or tokens) over which this rank's loss is a mean. The result is
         then the gradient of the mean over the whole batch, or with `reduce="sum"` of the sum. Every
-        rank, also one with amount 0, must call this and then run backward.
+        rank, even one with amount 0, must call this and then run backward.
 
         Raises:
             ValueError: `amount` is negative or not finite; on the other ranks from `backward()`.
@@ -422,16 +427,17 @@ class Reducer:
     def run_virtual_ranks(self, function: Callable[[int], Result]) -> list[Result]:
         """Calls a function for each index in `virtual_rank_range`, as inside `virtual_rank(i)`.
 
-        Returns the results, in order. If an elastic run loses a rank, the others keep gradients and
-        results of what they have finished of the step.
+        Returns the results, in order. If an elastic run loses a rank, the others keep the gradients
+        and results of the virtual ranks that they have finished.
         """
         return self._with_virtual_ranks().run_all(function)
 
     def set_step(self, step: int, seed: int | None = None, keep: bool = False) -> int:
-        """Makes `step`, counted from 0, the next step, perhaps of other ranks. All must call it.
+        """Sets the number of the next step, from 0 on. All ranks must call it.
 
-        `seed`, the same on all ranks, seeds the generators; None keeps the last, at first 0. With
-        `keep` it is collective: it returns how many virtual ranks of an aborted step are kept.
+        `seed`, the same on all ranks, seeds the generators; None keeps the last seed, at first 0.
+        With `keep` the call is collective, and returns how many virtual ranks of an aborted step
+        are kept.
         """
         kept = self._with_virtual_ranks().set_step(step, seed, keep)
         self.core.set_step(step)
@@ -441,7 +447,7 @@ class Reducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients locally inside; the next backward outside averages the sum.
+        """Accumulates local gradients; the next backward pass outside the context averages the sum.
 
         Raises a RuntimeError if a later Reducer has replaced this one.
         """
@@ -450,11 +456,11 @@ class Reducer:
             yield
 
     def abort_step(self) -> None:
-        """Drops a step that failed before the optimizer's, so it can be repeated. Idempotent."""
+        """Drops a step that failed before the optimizer's step, so it can run again. Idempotent."""
         self.core.abort_step()
 
     def add_observer(self, observer: Observer) -> None:
-        """Starts to call this observer, after those that are there."""
+        """Starts to call this observer, after those that were added before."""
         self.core.add_observer(observer)
 
     def remove_observer(self, observer: Observer) -> None:

@@ -68,11 +68,13 @@ def _summary(name: str) -> str:
 
 
 def _entry(names: tuple[str, ...], page: str) -> str:
-    parts = [f"# {', '.join(names)}", *_example(names[0], page)]
+    parts = [f"# {', '.join(names)}"]
     shown: set[type] = set()
     for name in names:
         alone = len(names) == 1
-        parts += ["" if alone else f"## {name}", *_described(name, "##" if alone else "###", shown)]
+        summary, *rest = _described(name, "##" if alone else "###", shown)
+        example = _example(name, page) if name == names[0] else []
+        parts += ["" if alone else f"## {name}", summary, *example, *rest]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -84,13 +86,16 @@ def _example(name: str, page: str) -> list[str]:
 
 
 def _described(name: str, level: str, shown: set[type]) -> list[str]:
-    """Describes an exported function, class or module; `level` is that of headings inside it."""
+    """Describes an exported function, class or module, beginning with its summary.
+
+    `level` is that of headings inside it.
+    """
     thing = inspect.unwrap(getattr(ddp, name))
     source = Path(inspect.getsourcefile(thing) or "").relative_to(ROOT)
     link = f"Source: [{source}](../{source})"
     if not isinstance(thing, ModuleType):
         return [*_of(thing, f"ddp.{name}", level, shown), link]
-    parts = [_docstring(thing), link]
+    parts = [*_docstring(thing), link]
     own = [
         n for n, value in vars(thing).items() if getattr(value, "__module__", 0) == thing.__name__
     ]
@@ -102,19 +107,22 @@ def _described(name: str, level: str, shown: set[type]) -> list[str]:
 
 def _of(thing: Any, name: str, level: str, shown: set[type]) -> list[str]:
     """Describes a function, or a class with its methods; bases only once on a page."""
+    summary, rest = _docstring(thing)
     if not inspect.isclass(thing):
-        return [_signature(thing, name), _docstring(thing)]
-    parts = [_signature(thing.__init__, name), _docstring(thing)]
+        return [summary, _signature(thing, name), rest]
+    parts = [summary, _signature(thing.__init__, name), rest]
     bases = [base for base in thing.__mro__ if base.__module__.startswith(PACKAGE.name)]
     for base in bases:
         if base not in shown | {thing, Observer}:
-            parts += [f"From its base `{base.__name__}`:", _docstring(base)]
+            named = f" `{base.__name__}`" if base.__name__ in ddp.__all__ else ""
+            parts += [f"From its base class{named}:", *_docstring(base)]
         for member, value in vars(base).items() if base not in shown else ():
             function = value.fget if isinstance(value, property) else inspect.unwrap(value)
             public = member[0] != "_" and re.search(rf"[.`]{member}\b", _GUIDES)
             if public and getattr(thing, member) is getattr(base, member) and _is_ours(function):
                 what = "" if isinstance(value, property) else _signature(function, member)
-                parts += [f"{level} {member}", what, _docstring(function)]
+                summary, rest = _docstring(function)
+                parts += [f"{level} {member}", summary, what, rest]
     shown.update(bases)
     return parts
 
@@ -142,9 +150,10 @@ def _signature(function: Any, name: str) -> str:
     return f"```python\n{re.sub(r'( -> None)?:$', '', head)}\n```"
 
 
-def _docstring(thing: Any) -> str:
-    """A docstring as Markdown: the lists that it names become lists."""
-    return _SECTION.sub(_section, f"{inspect.getdoc(thing) or ''}\n").strip()
+def _docstring(thing: Any) -> tuple[str, str]:
+    """A docstring's first paragraph, and the others, as Markdown: its lists become lists."""
+    summary, _, rest = (inspect.getdoc(thing) or "").partition("\n\n")
+    return summary, _SECTION.sub(_section, f"{rest}\n").strip()
 
 
 def _section(section: re.Match[str]) -> str:

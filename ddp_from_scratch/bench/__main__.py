@@ -18,7 +18,7 @@ The default loss is the one shown. Every rank gets the same model and its own ba
 
 How to read the table:
 
-    no communication   each rank trains by itself, which is all computation of a step
+    no communication   each rank trains by itself, so a step is only computation
     torch DDP          torch's class in several settings; ratios are to the fastest on gloo (nccl)
     Reducer            this library's hooks, with torch's optimizer
     ddp.SGD            this library's optimizer, on the Reducer's flat buckets
@@ -27,8 +27,8 @@ How to read the table:
     fuse_wgrad         gradients of linear layers are computed in their buckets
     on gloo, mpi, node the process group's backend; node is shared memory beside gloo
 
-    ms, quartiles      the median step of the slowest rank, and the middle half
-    / torch DDP        the median of the ratios in each round, with its 95 % interval
+    ms, quartiles      the median step of the slowest rank, and its quartiles
+    / torch DDP        the median of the ratios in each round, with its 95% interval
     / no comm.         the same; an optimizer that does less work may bring it below 1
     CPU ms             the CPU time of all threads of a rank
 
@@ -36,7 +36,7 @@ torch's optimizers use fused=True, their fastest form. Contenders take turns in 
 --way has two alternatives: with "kept", glibc also keeps freed memory; with "alone", each contender
 gets its own processes, and a model pays for new memory from the system in each step.
 
-Run nothing else meanwhile: if something does run, the table says so and has no verdict.
+Run nothing else meanwhile. Otherwise the table says so, and gives no verdict.
 """
 
 import argparse
@@ -105,12 +105,13 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
     text = "how contenders run (default: interleaved)"
     add("--way", nargs="+", choices=WAYS, default=["interleaved"], help=text)
-    text = f"only these beside torch's DDP on gloo and no communication, of: {'; '.join(names)}"
+    text = "contenders besides torch's DDP on gloo and no communication (default: all), of: "
+    text += "; ".join(names)
     add("--contender", nargs="+", choices=names, metavar="NAME", help=text)
-    text = 'of steps for each table, after warm-up; "alone" takes 2 for each row at least '
+    text = 'seconds of steps for each table, after warm-up; "alone" takes at least 2 for each row '
     add("--seconds", type=float, default=15.0, metavar="S", help=text + "(default: 15)")
-    add("--rounds", type=int, metavar="N", help="steps of each contender, in place of --seconds")
-    text = f"where JSON goes (default: {'nowhere' if results is None else results})"
+    add("--rounds", type=int, metavar="N", help="steps of each contender, instead of --seconds")
+    text = f"folder for JSON results (default: {'none' if results is None else results})"
     add("--results", type=Path, default=results, metavar="FOLDER", help=text)
     add("--job", help=argparse.SUPPRESS)  # of a rank
     add("--into", type=Path, help=argparse.SUPPRESS)  # where rank 0 puts its part

@@ -8,10 +8,10 @@ AGAIN = "call remove() on the Reducer and make a new one, on every rank"
 
 
 class UsageError(ValueError):
-    """A wrong value from the user, or a machine that cannot do what was asked.
+    """A wrong value from the user, or a request that the machine cannot fulfil.
 
-    The message is one line that names the value, the expectation and the remedy. The command line
-    prints only that line, without a traceback, and exits with code 2.
+    The message is one line that names the value, the expectation and the remedy. `run.py` prints
+    only that line, without a traceback, and exits with code 2.
     """
 
 
@@ -27,9 +27,9 @@ class WrongResultError(RuntimeError):
     """Ranks computed different bits for one virtual rank, so one of them computes wrongly.
 
     Attributes:
-        rank: the rank that computed wrongly; None if there are only two ranks, or all three that
-            were asked differ.
-        step, virtual_rank: what was computed.
+        rank: the rank that computed wrongly; None if there are only two ranks, or if all three
+            results differ.
+        step, virtual_rank: the step and the virtual rank that were computed.
     """
 
     def __init__(self, text: str, rank: int | None, step: int, virtual_rank: int) -> None:

@@ -160,12 +160,12 @@ def failure_detector() -> Callable[[], bool]:
 def wait(work: dist.Work | None) -> None:
     """Waits for a collective of the default group: `ddp.wait(dist.all_reduce(t, async_op=True))`.
 
-    Where lost ranks are replaced (`ddp.elastic`), gloo may not end a collective of a lost rank
-    before the group's timeout. This function does, in half a second.
+    In a run that replaces lost ranks (`ddp.elastic`), gloo may not end a collective with a lost
+    rank before the group's timeout. This function ends it within half a second.
 
     Raises:
         CommunicationError: a rank has left the group.
-        ValueError: the collective was started outside of its group.
+        ValueError: this rank is not in the group of the collective.
     """
     work = of_member(work)
     if _is_broken is None:

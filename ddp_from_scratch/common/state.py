@@ -15,18 +15,19 @@ from ddp_from_scratch.common.group import wait
 def broadcast_state(
     state: Any, src: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> Any:
-    """Returns rank `src`'s state on all ranks, with tensors and plain values. Collective.
+    """Returns rank `src`'s state, of tensors and plain values, on all ranks. Collective.
 
-    Receives with `torch.load(weights_only=True)`, so no rank runs code that another one sends.
+    Ranks read it with `torch.load(weights_only=True)`, so no rank runs code that another one sends.
 
     Args:
-        state: what `torch.save` takes; on the other ranks it is not read.
-        src: the rank in the group that sends its state.
-        process_group: one for CPU tensors; None means all ranks.
+        state: an object that `torch.save` accepts; ignored on the other ranks.
+        src: the rank, within the group, that sends its state.
+        process_group: a group that takes CPU tensors; None means all ranks.
 
     Raises:
-        UsageError: on the receiving ranks, if the state holds an object that is neither.
-        CommunicationError: a rank has left the group, as `wait` notices it.
+        UsageError: on the receiving ranks, if the state holds other objects than tensors and plain
+            values.
+        CommunicationError: a rank has left the group (see `wait`).
     """
     is_source = dist.get_rank(process_group) == src
     # A pickle would hold a flat tensor once for each parameter that is a window of it.

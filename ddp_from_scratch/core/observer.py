@@ -1,6 +1,6 @@
 """Observers, through which most options hook into a Reducer.
 
-What is no phase of a step has a place of its own: comm hooks and the group that sends in
+Options that are not phases of a step have other places: comm hooks and the group that sends in
 `CommConfig`, sparse gradients in `Layout`, weights in `CoreReducer.set_weight`, and optimizers that
 step during backward in `CoreReducer.step_in_backward`.
 """
@@ -18,12 +18,12 @@ class Observer:
     """An object that a Reducer tells of each phase of a step. Its methods do nothing here.
 
     A Reducer calls only methods that a class overrides, so an option costs nothing in the other
-    phases. Observers are called in the order in which they were added. No method returns anything:
-    what a Reducer asks for is in `Check` below, and in `policies.py`.
+    phases. It calls observers in the order in which they were added. Their methods return nothing;
+    for decisions a Reducer asks a `Check` (below) and the classes in `policies.py`.
 
     - forward: `on_forward` and `on_forwarded` are called before and after each forward pass of the
       module, with or without gradients.
-    - ready: `on_gradient` says that a parameter has its gradient in `.grad`, also under
+    - ready: `on_gradient` is called when a parameter has its gradient in `.grad`, also under
       `no_sync()`.
     - launch: `on_launch` is called before a bucket is packed (a `ViewBucket` may have packed large
       gradients already, and their `.grad` is None), `on_packed` when a bucket has all gradients,
@@ -61,7 +61,7 @@ class Observer:
 
 
 class Tracer(Observer):
-    """An observer that takes times: it is told of the begin and the end of each phase.
+    """An observer that measures times: it is told of the begin and the end of each phase.
 
     A comm hook that allows one bucket in flight makes two waits for a bucket. If a wait has failed,
     the bucket is not LANDED.

@@ -26,14 +26,14 @@ _OF_RANKS = re.compile(
 
 
 def environment_without_rank(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns variables, by default this process's, without those that make it a rank.
+    """Returns environment variables, by default this process's, without those that define its rank.
 
     For a program that a rank starts:
 
         subprocess.run([sys.executable, "evaluate.py"], env=ddp.environment_without_rank())
 
-    `ddp.process_group` in that program then opens a group of this program alone, and it can start
-    ranks of its own. Removes what torchrun, mpirun, srun and `start_ranks` have set.
+    In that program `ddp.process_group` then opens a group of only one process, and the program can
+    start its own ranks. Removes the variables of torchrun, mpirun, srun and `start_ranks`.
     """
     variables = os.environ if environ is None else environ
     return {name: value for name, value in variables.items() if not _OF_RANKS.fullmatch(name)}

@@ -68,7 +68,7 @@ def launcher(environ: Mapping[str, str] | None = None) -> str:
     """Returns what has started this process: "torchrun", "mpirun", "srun" or "none".
 
     "torchrun" also stands for `start_ranks` and for anything else that sets its variables. Reads
-    variables only, by default this process's, so it needs neither a group nor torch.
+    only environment variables, by default this process's, so it needs neither a group nor torch.
     """
     environ = os.environ if environ is None else environ
     if "RANK" in environ and "WORLD_SIZE" in environ:

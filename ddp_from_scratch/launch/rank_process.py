@@ -163,9 +163,9 @@ def _end() -> NoReturn:
 
 
 def is_communication_error(error: Exception) -> bool:
-    """True for an error that only says that a peer is gone. The peer itself has reported why.
+    """True for an error that only says that another rank is gone, which has reported why itself.
 
-    gloo and NCCL have no class of their own for it.
+    gloo and NCCL have no class of their own for such errors.
     """
     # gloo raises plain RuntimeErrors that begin with a place in its source, except after a timeout.
     said_by_gloo = r"\[[^]]*/gloo/|Gloo |Application timeout caused pair closure"

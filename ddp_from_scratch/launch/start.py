@@ -53,21 +53,22 @@ def start_ranks(
 ) -> int:
     """Runs a command or a function once for each rank of this machine; waits for all of them.
 
-    On one machine the ranks meet through a private file, and no port is opened. On several, machine
-    0 listens on `master_port` of `master_addr` only, and accepts machines that know the job's
-    secret. Set DDP_SECRET on all of them, or copy the one that machine 0 prints.
+    On one machine the ranks meet through a private file, and no port is opened. On several
+    machines, machine 0 listens only on `master_port` of `master_addr`, and accepts machines that
+    know the job's secret. Set DDP_SECRET on all of them, or copy the one that machine 0 prints.
 
-    On Linux, ranks of `[sys.executable, "program.py", ...]`, or with -m or -c in place of the file,
-    are forked from a process that has imported torch; any other command is executed.
+    On Linux, ranks of `[sys.executable, "program.py", ...]`, or of the same with -m or -c, are
+    forked from a process that has imported torch; any other command is executed.
 
-    The first rank that fails ends all others, on every machine. With `max_restarts` the others
-    continue (`ddp.elastic`) and a new process replaces the failed one. `agent.py` has a table of
+    When a rank fails, all others are ended, on every machine. With `max_restarts` the others
+    continue (`ddp.elastic`), and a new process replaces the failed one. `agent.py` has a table of
     signals.
 
     Args:
         command: a program and its arguments; each rank gets torchrun's variables. Or a function
             without arguments, which may be from a notebook. It runs in new processes on copies of
-            what it uses, and its result is dropped. A UsageError in it prints as one line.
+            the objects that it uses, and its result is dropped. A UsageError in it prints as one
+            line.
         counts: number of processes on each machine.
         node_rank: this machine's position in `counts`.
         master_addr: an address of machine 0 that the others can reach.
@@ -77,21 +78,21 @@ def start_ranks(
         max_restarts: how many failed processes may be replaced, for programs that use
             `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
         must_match: options, by name, that must be equal on a machine that joins or rejoins.
-        stdin: the rank that reads this process's standard input, for `breakpoint()`. In the others
-            `breakpoint()` does nothing, and groups wait without a timeout.
-        output_prefix: begin each line of a rank's output with "[rank 2] ". With this and the next
-            two, ranks write into pipes, and whole lines are passed on.
-        output_ranks: the ranks whose output is shown; None: all.
-        output_dir: a folder for a file with all output of each rank, `rank-2.log` (of processes of
-            an elastic job `process-2.log`). Existing files are appended to.
+        stdin: the rank that reads this process's standard input, for `breakpoint()`. On the other
+            ranks `breakpoint()` does nothing, and groups wait without a timeout.
+        output_prefix: begin each line of a rank's output with "[rank 2] ". With this option and the
+            next two, ranks write into pipes, and this process forwards whole lines.
+        output_ranks: the ranks whose output is shown; None means all.
+        output_dir: a folder for a file with all output of each rank, `rank-2.log` (in an elastic
+            job `process-2.log`). Output is appended to an existing file.
 
     Returns:
         0 if every rank exited with 0; 128 + N after signal N; else the exit code of the first rank
         that failed (128 + N if signal N killed it).
 
     Raises:
-        UsageError: the machines do not meet; a value is out of range; the function cannot be sent;
-            or this is not the main thread.
+        UsageError: the machines do not meet; a value is out of range; the function cannot be
+            pickled; or this is not the main thread.
     """
     _check_job(counts, max_restarts, stdin)
     policy: Policy = FailTogether() if max_restarts is None else Elastic(max_restarts)
@@ -179,7 +180,7 @@ def _check_job(counts: Sequence[int], max_restarts: int | None, stdin: int | Non
 def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     """Runs `mpirun -n nproc command` on this machine, and waits for it.
 
-    The parent forwards Ctrl-C and SIGTERM, which Open MPI passes on to the ranks as SIGUSR1.
+    The parent forwards Ctrl-C and SIGTERM, which Open MPI sends to the ranks as SIGUSR1.
 
     Args:
         nproc: the number of ranks.

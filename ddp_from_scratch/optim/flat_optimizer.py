@@ -49,49 +49,50 @@ def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 class FlatOptimizer(torch.optim.Optimizer):
     """One of torch's optimizers, with one flat call per bucket and torch's bits.
 
-    The second base of a subclass is torch's class. State, parameter groups and `state_dict()` are
-    that class's, and each class loads the other's. Schedulers, GradScaler, gradient clipping and
-    step hooks work, too.
+    The second base of a subclass is torch's class. State, parameter groups and `state_dict()` have
+    the form of that class, and each class loads the other's. Schedulers, GradScaler, gradient
+    clipping and step hooks work, too.
 
     The phases of a step:
 
     1. arrange: if the Reducer has rebuilt its buckets, or a parameter group has changed, parameters
-       move into flat tensors. Neighbours of one group form a *segment*, in one tensor.
+       move into flat tensors. Adjacent parameters of one group form a *segment*, in one tensor.
     2. step the members of each segment with flat calls.
-    3. step the others where they are, with the same bits: members that are not in place (`.grad` is
-       not the bucket's window, `.data` was replaced), then parameters in no bucket, and those that
+    3. step all other parameters in place, with the same bits: members whose `.grad` is not the
+       bucket's window or whose `.data` was replaced, then parameters in no bucket, and those that
        cannot move, such as 16-bit floats on a CPU (`unflattened.py`).
 
     One rank has nothing to average, so without a comm hook nothing moves: phase 3 steps everything,
     whatever `shard` is. If more ranks join, the next step moves parameters and state; with `shard`
-    it raises, since shards belong to the process group in which they were made.
+    it raises, because shards belong to the process group in which they were made.
 
-    A view of a parameter that was made before it moved does not follow it. A copy of the optimizer
-    (deep or pickled) has no Reducer, and moves nothing.
+    A view of a parameter does not follow it when it moves. A copy of the optimizer (deep or
+    pickled) has no Reducer, and moves nothing.
 
     With `shard` the ranks divide phase 2, with equal results (`shards.py`). The first step compares
     their parameters. After `backward_and_step`, `.grad` is None (except sparse gradients); between
-    `backward()` and `step()` it holds averages, which may be clipped or unscaled.
+    `backward()` and `step()` it holds averages, which you may clip or unscale.
 
     - "node": the ranks of a machine have one copy of parameters and state, in shared memory. If a
-      program writes to a parameter, all of them see it: let all write the same values, or let one
-      rank write, with a barrier (`dist.barrier()`) before and after.
+      program writes to a parameter, all these ranks see it: let all write the same values, or let
+      one rank write, with a barrier (`dist.barrier()`) before and after.
     - "world": every rank has all parameters, and 1/n of the state: `state[parameter]` holds this
       rank's part, flat. `state_dict()` gathers it, so all ranks must call it.
 
     Args:
-        params: parameters, named parameters or groups, as for any optimizer. Some may not be the
-            Reducer's. Only neighbours of one group share a call: alternating groups gain little.
+        params: parameters, named parameters or groups, as for any optimizer. They may include
+            parameters that are not the Reducer's. Only adjacent parameters of one group share a
+            call, so alternating groups gain little.
         args, settings: those of torch's class, except settings that choose a kernel.
-        reducer: averages the gradients. Unless it averages over one rank alone, it switches to
+        reducer: averages the gradients. Unless there is only one rank, it switches to
             `gradient_as_bucket_view=True`.
         shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
-            memory of its own, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
+            its own memory, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
             with shared memory.
-        overlap_forward: with "world", parameters arrive during the next forward pass, in which
-            whoever reads one through its module waits for it (`forward_waits.py`). A program that
-            keeps references to parameters outside of modules calls `synchronize()` before it reads
-            or writes them.
+        overlap_forward: with "world", parameters arrive during the next forward pass. Reading a
+            parameter through its module waits for it (`forward_waits.py`). A program that keeps
+            references to parameters outside modules must call `synchronize()` before it reads or
+            writes them.
 
     Raises:
         TypeError: a setting that chooses a kernel, such as `foreach` or `fused`.
@@ -235,12 +236,17 @@ class FlatOptimizer(torch.optim.Optimizer):
     def backward_and_step(
         self, loss: torch.Tensor, *, max_norm: float | None = None
     ) -> torch.Tensor | None:
-        """Runs `loss.backward()` and `step()` in one, and steps each bucket when it has landed.
+        """Runs `loss.backward()` and `step()` in one call; steps each bucket when it has arrived.
 
-        The result is that of the two calls, bit for bit. Use those for GradScaler, which must see
-        all gradients before the first parameter changes. With `max_norm` the step begins when the
-        last bucket has landed. All gradients are scaled so that their global 2-norm is at most
-        `max_norm`; returned is the norm before, float64 of shape (), the same for each `shard`.
+        The result is bitwise equal to that of the two calls. Use the two calls for GradScaler,
+        which must see all gradients before the first parameter changes. With `max_norm` the step
+        begins when the last bucket has arrived, and all gradients are scaled so that their global
+        2-norm is at most `max_norm`. After backward passes under `no_sync()`, call this outside
+        of it.
+
+        Returns:
+            With `max_norm` the norm before clipping, float64 of shape (), the same for each
+            `shard`; otherwise None.
 
         Raises:
             RuntimeError: a parameter of the Reducer got no gradient, or none did, or this is inside
@@ -460,8 +466,9 @@ class _BackwardAndStep:
 
 
 class SGD(FlatOptimizer, torch.optim.SGD):
-    """torch.optim.SGD with one flat call per bucket; for params and reducer see `FlatOptimizer`.
+    """torch.optim.SGD with one flat call per bucket.
 
+    `params`, `reducer`, `shard` and `overlap_forward` are described in `optim/flat_optimizer.py`.
     The bits are those of `foreach=False` and `foreach=True`. With `fused=True` torch rounds the
     momentum of a parameter's last elements differently.
 
@@ -474,7 +481,8 @@ class SGD(FlatOptimizer, torch.optim.SGD):
 class Adam(FlatOptimizer, torch.optim.Adam):
     """torch.optim.Adam with one flat call per bucket, and the bits of `fused=True`.
 
-    For params and reducer see `FlatOptimizer`. Sparse gradients raise a RuntimeError.
+    `params`, `reducer`, `shard` and `overlap_forward` are described in `optim/flat_optimizer.py`.
+    Sparse gradients raise a RuntimeError.
 
     Follows: torch/optim/adam.py, `_fused_adam`.
     """

@@ -38,30 +38,30 @@ Row = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon with its work divided over ranks, and AdamW for all but hidden matrices.
+    """torch.optim.Muon with its work divided among ranks, and AdamW for all but hidden matrices.
 
-    Groups with `use_muon=False` (embeddings, heads, norms, biases) are stepped by AdamW, on every
-    rank. They take the settings of torch.optim.AdamW, with its defaults, and need a learning rate
-    of their own:
+    AdamW steps groups with `use_muon=False` (embeddings, heads, norms, biases) on every rank. These
+    groups take the settings of torch.optim.AdamW, with its defaults, and need their own learning
+    rate:
 
         hidden = [p for p in model.blocks.parameters() if p.ndim == 2]
         others = ...
         groups = [{"params": hidden, "lr": 0.02}, {"params": others, "lr": 1e-3, "use_muon": False}]
         optimizer = ddp.Muon(groups, reducer=reducer)
 
-    Each matrix belongs to one rank, whose result all ranks take, so they stay equal to the last
-    bit. State and parameter groups are those of torch's classes, and each loads the other's. A step
-    that raises because a rank was lost has changed nothing. Inside `join()`, and in a copy of the
-    optimizer (deep or pickled), each rank computes all matrices.
+    Each matrix belongs to one rank, and all ranks use that rank's result, so they stay bitwise
+    identical. State and parameter groups have the form of torch's classes, and each loads the
+    other's. If a step raises because a rank was lost, it has changed nothing. Inside `join()`, and
+    in a copy of the optimizer (deep or pickled), each rank computes all matrices.
 
     Args:
         params: parameters or groups. Those without `use_muon=False` must be real matrices (2-D).
-        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: of the
-            groups that do not give their own, as in torch.optim.Muon.
-        reducer: averages the gradients, over the ranks that share the work.
-        ns_dtype: one of `DTYPES`, in which Newton-Schulz iterations are computed and results sent.
-            None takes bfloat16 on GPUs and on CPUs that multiply matrices of it in hardware, else
-            float32. With bfloat16 the bits are those of torch.optim.Muon.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: defaults
+            for groups that do not set their own, as in torch.optim.Muon.
+        reducer: averages the gradients over the ranks that share the work.
+        ns_dtype: the dtype of Newton-Schulz iterations and of the results that ranks send: one of
+            `DTYPES`. None is bfloat16 on GPUs and on CPUs that multiply bfloat16 matrices in
+            hardware, else float32. With bfloat16 the bits are those of torch.optim.Muon.
 
     Raises:
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,

@@ -43,9 +43,9 @@ def allreduce_hook(process_group: Group, bucket: FlatBucket) -> Future:
 def fp16_compress_hook(process_group: Group, bucket: FlatBucket) -> Future:
     """Sends the bucket as float16: half the bytes, 11 bits of precision, values up to 65504.
 
-    The division comes before the cast, in the bucket's own precision, so values are rounded once
-    and are as large as the average. Values below 6e-8 become 0. In shared memory nothing is rounded
-    but a machine's sum, which is sent to the other machines.
+    The hook divides before it casts, in the bucket's own precision, so values are rounded once and
+    are as large as the average. Values below 6e-8 become 0. In shared memory only the sum of a
+    machine is rounded, which is sent to the other machines.
 
     Follows: torch's `fp16_compress_hook`, which casts first and then divides.
     """

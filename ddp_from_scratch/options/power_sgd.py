@@ -24,18 +24,18 @@ from ddp_from_scratch.options.comm_hooks import Later, allreduce_hook
 
 @dataclass
 class PowerSGDState:
-    """The settings of PowerSGD, and what it keeps from step to step on this rank.
+    """The settings of PowerSGD, and its state on this rank from step to step.
 
     For each compressed gradient it keeps Q, the right factor of the last step, which is the same on
-    all ranks, and the error, the part of this rank's gradient that has not been sent yet.
+    all ranks, and the error, the part of this rank's gradient that it has not sent yet.
 
     Attributes:
         rank: the rank of the matrices. A higher rank is more exact and sends more.
-        start: number of first averages that are sent in full.
+        start: number of averages at the beginning that are sent in full.
         process_group: the ranks that take part; None means all.
         iteration: number of averages so far.
-        elements_sent: number of elements that were sent.
-        elements_total: number of gradient elements that these stand for.
+        elements_sent: number of elements that this rank has sent.
+        elements_total: number of gradient elements in the same averages.
     """
 
     rank: int = 1
@@ -140,10 +140,10 @@ def power_sgd_hook(
     2. P is made orthonormal, the same on all ranks. Q = M^T P, averaged over ranks.
     3. The average is P Q^T. Its difference from M is the new error.
 
-    If P and Q are not smaller than the gradient, n m <= (n + m) rank, the gradient is sent in full.
-    Ranks that share memory first average their M in full, so only traffic between machines is
-    compressed. On a single machine that mean is the result. After an overflow the hook passes on
-    non-finite values, so that GradScaler skips the step, and keeps the bucket's errors and Qs.
+    If P and Q are not smaller than the gradient, n m <= (n + m) rank, the hook sends the gradient
+    in full. Ranks that share memory first average their M in full, so only traffic between machines
+    is compressed. On a single machine that mean is the result. After an overflow the hook returns
+    the non-finite values, so that GradScaler skips the step, and keeps the bucket's errors and Qs.
 
     `group` is used instead of the state's group, and must have the same ranks.
     """

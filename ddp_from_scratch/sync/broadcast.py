@@ -39,8 +39,8 @@ def broadcast_parameters(
 ) -> None:
     """Gives every rank the parameters and buffers of rank `src`, bit for bit. Collective.
 
-    All ranks compare their models first. Then `send` and `recv` carry the tensors along a binomial
-    tree rooted at `src`, in flat messages.
+    All ranks first compare their models. Then they pass the tensors along a binomial tree rooted at
+    `src`, with `send` and `recv`, in flat messages.
 
     Args:
         module: the model; its tensors keep their storage, shape, strides and device.
@@ -51,9 +51,9 @@ def broadcast_parameters(
     Raises:
         ValueError: `src` is not a rank of the group, or the module has parameters or buffers that
             are lazy, expanded, sparse, quantised or on the meta device.
-        RuntimeError: the models differ in number, names, order, shapes, strides, dtypes,
-            requires_grad or sparseness of gradients of parameters or buffers. The text names the
-            first difference and the two ranks, and is the same on every rank.
+        RuntimeError: the parameters or buffers differ in number, names, order, shapes, strides,
+            dtypes, requires_grad or sparseness of gradients. The text names the first difference
+            and the two ranks, and is the same on every rank.
     """
     _check_rank(src, process_group)
     _check_same_model(module, process_group, ignore)
@@ -69,8 +69,8 @@ def broadcast_buffers(
 ) -> None:
     """Gives every rank the buffers of rank `src`, such as running statistics. Collective.
 
-    Without `sync_buffers=True` in the Reducer, call it before an evaluation or a checkpoint.
-    Arguments as for `broadcast_parameters`. All ranks compare their buffers first.
+    Call it before an evaluation or a checkpoint, unless the Reducer has `sync_buffers=True`. The
+    arguments are those of `broadcast_parameters`. All ranks first compare their buffers.
 
     Raises:
         ValueError: `src` is not a rank of the group, or a buffer is expanded, lazy, sparse,

@@ -52,19 +52,20 @@ def check_sync(
     optimizers: Sequence[torch.optim.Optimizer] = (),
     ignore: Collection[str] = (),
 ) -> str:
-    """Compares all ranks' parameters, and optimizers of them, bit for bit. Collective.
+    """Compares all ranks' parameters and their optimizers, bit for bit. Collective.
 
-    Equal ranks exchange 16 bytes each, others a checksum of every tensor and the first difference.
+    If all ranks are equal, each sends 16 bytes. Otherwise they exchange a checksum of every tensor,
+    and the first difference.
 
     Args:
-        module: its parameters are compared.
+        module: the module whose parameters are compared.
         process_group: the ranks that take part; None means all.
-        optimizers: their number and classes are compared, too, the settings of their parameter
-            groups, which group each parameter is in, and their state for these parameters: tensors,
-            numbers and texts, also in lists and dicts. Ranks whose optimizer
-            has a parameter must have the same state for it. Shards of the state are compared among
-            the ranks that hold them; with shard="world" there is one each.
-        ignore: names of parameters that are left out.
+        optimizers: optimizers to compare: their number and classes, the settings of their parameter
+            groups, the group of each parameter, and the state of the module's parameters (tensors,
+            numbers and texts, also in lists and dicts). Ranks whose optimizer has a parameter must
+            have the same state for it. Shards of the state are compared among the ranks that hold
+            them; with shard="world" each rank holds another shard.
+        ignore: names of parameters to leave out.
 
     Returns:
         A checksum of all parameters as 16 hexadecimal digits, the same on every rank.

@@ -48,13 +48,13 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives every rank the state and settings of rank `src`'s optimizer, bit for bit. Collective.
 
-    All ranks compare their optimizers first. Rank `src`'s state replaces that of the others: what
-    they lack is created, and what `src` lacks is dropped. Settings are those of its parameter
-    groups, such as the learning rate. With shard="world" every rank then has the state that
-    `state_dict()` returns on rank `src`, and keeps its share from the next step on.
+    All ranks first compare their optimizers. Rank `src`'s state then replaces the others': entries
+    that they lack are created, and entries that `src` lacks are dropped. Settings are those of the
+    parameter groups, such as the learning rate. With shard="world" every rank then has the state
+    that `state_dict()` returns on rank `src`, and keeps only its share from the next step on.
 
     Args:
-        optimizer: one of torch's, this library's with any `shard`, or your own whose
+        optimizer: one of torch's, one of this library's with any `shard`, or your own if its
             `load_state_dict` takes the `state_dict` of another rank.
         src: the rank, within the group, to copy from.
         process_group: the ranks that take part; None means all.
@@ -64,8 +64,8 @@ def broadcast_optimizer_state(
             ZeroRedundancyOptimizer, of which each rank has another part.
         RuntimeError: the optimizers differ in class, `shard`, number of groups or parameters, or in
             shapes or dtypes of parameters; the text names the first difference and the two ranks.
-            Or state cannot be pickled, or `state_dict()`, `load_state_dict()` or a hook of them
-            raises on a rank. The text is the same on every rank.
+            Or the state cannot be pickled, or `state_dict()`, `load_state_dict()` or one of their
+            hooks raises on a rank. The text is the same on every rank.
     """
     _check_rank(src, process_group)
     parameters = _parameters(optimizer)

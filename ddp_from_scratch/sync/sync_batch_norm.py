@@ -22,13 +22,13 @@ from ddp_from_scratch.common.group import all_gather_single
 def convert_sync_batchnorm(
     module: torch.nn.Module, process_group: dist.ProcessGroup | None = None
 ) -> torch.nn.Module:
-    """Converts every batch norm of `module` to one over all ranks, in place.
+    """Makes every batch norm of `module` use the batches of all ranks, in place.
 
     A layer keeps its parameters (the same objects), buffers, hooks and mode. A layer that is used
     in two places stays one layer. `state_dict()` does not change.
 
     Args:
-        module: may hold BatchNorm1d, 2d, 3d and torch.nn.SyncBatchNorm.
+        module: a module with BatchNorm1d, 2d, 3d or torch.nn.SyncBatchNorm layers.
         process_group: the ranks whose batches are combined; None means all. With a group other than
             the Reducer's, a layer does not queue behind the buckets in flight.
 
@@ -68,8 +68,8 @@ class SyncBatchNorm(_BatchNorm):
     computes its part of the gradients of weight and bias, and the Reducer averages the parts.
 
     Either all ranks run the layer in forward (and in backward), or none. If ranks have different
-    weights, multiply their losses by them; `Reducer.weight` would be too late. In evaluation mode,
-    or with one rank, it is torch's batch norm and communicates nothing.
+    weights, multiply their losses by these weights; `Reducer.weight` would be too late. In
+    evaluation mode, or with one rank, the layer is torch's batch norm and communicates nothing.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: as in
@@ -77,10 +77,10 @@ class SyncBatchNorm(_BatchNorm):
         process_group: the ranks whose batches are combined; None means all.
 
     Raises:
-        ValueError: from a forward pass: fewer than 2 dimensions, no channels, not more than one
-            value per channel over all ranks, or this rank is not a member of the group.
-        RuntimeError: another number of channels; or second derivatives, because the collective in
-            backward has none.
+        ValueError: from a forward pass: the input has fewer than 2 dimensions, no channels, or at
+            most one value per channel over all ranks; or this rank is not a member of the group.
+        RuntimeError: the input has another number of channels; or second derivatives are asked for,
+            which the collective in backward does not have.
 
     Follows: Ioffe and Szegedy, "Batch Normalization" (2015); Chan, Golub and LeVeque, "Updating
     Formulae and a Pairwise Algorithm for Computing Sample Variances" (1979) for the moments.

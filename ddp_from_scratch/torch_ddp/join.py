@@ -27,9 +27,10 @@ from ddp_from_scratch.sync.broadcast import broadcast_parameters
 class JoinableReducer(Joinable, JoinHook, Observer):
     """A Reducer that takes part in a `Join` context.
 
-    In each step ranks with data and ranks without take the same actions in the same order:
+    In each step, ranks with and without data take the same actions in the same order:
 
-    - report to torch's protocol: `notify` before a forward pass, or without data `main_hook`.
+    - report to torch's protocol: with `notify` before a forward pass, or without data in
+      `main_hook`.
     - broadcast the buffers of the highest rank with data, if the last step averaged.
     - agree on the number of ranks that average in this step.
     - all-reduce the buckets: in backward, or without data in `main_hook`, with weight 0.
@@ -200,23 +201,23 @@ def join(
     """Allows ranks to have different numbers of batches.
 
     A rank that leaves the block early takes part in the other ranks' collectives until all have
-    left. At the end all ranks get the parameters and buffers of one of the last. A step under
-    `no_sync()` must run its forward pass under it, too.
+    left. At the end all ranks get the parameters and buffers of a rank that finished last. In a
+    step under `no_sync()`, forward must run under it, too.
 
     Args:
         reducer: averages the gradients.
-        divide_by_initial_world_size: True divides by the number of all ranks, as if those without
-            data had zero gradients. False divides by the number of ranks that still have data, and
-            raises a ValueError with `reduce="sum"`.
-        enable: False if all ranks are known to have the same number of batches.
+        divide_by_initial_world_size: True divides by the world size, as if ranks without data had
+            zero gradients. False divides by the number of ranks that still have data, and raises a
+            ValueError with `reduce="sum"`.
+        enable: False if you know that all ranks have the same number of batches.
         throw_on_early_termination: True raises on every rank as soon as one has no data left.
-        grad_scaler: the GradScaler of the loss, or several. At the end all ranks get the scale of
-            one of the last, since ranks without data do not update theirs.
+        grad_scaler: the GradScaler of the loss, or several. At the end all ranks get the scale of a
+            rank that finished last, because ranks without data do not update theirs.
 
     Raises:
         RuntimeError: a rank has no data left, and `throw_on_early_termination` is set or the module
-            has synchronised batch norm; or the Reducer has `skip_unused`; or at the end a
-            GradScaler that is not in `grad_scaler` differs between ranks; or their buffers differ.
+            has synchronised batch norm; the Reducer has `skip_unused`; at the end a GradScaler that
+            is not in `grad_scaler` differs between ranks; or the ranks' buffers differ.
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """

@@ -29,13 +29,13 @@ from ddp_from_scratch.torch_ddp.logger import Logger
 class DistributedDataParallel(torch.nn.Module, Joinable):
     """Wraps a module so that its gradients are averaged over ranks during backward.
 
-    Construction compares the module on all ranks, and sends rank 0's parameters and buffers to all.
-    Each backward pass outside of `no_sync()` averages, and sends rank 0's buffers at its end.
+    The constructor compares the module on all ranks, and sends rank 0's parameters and buffers to
+    all. Each backward pass outside `no_sync()` averages, and sends rank 0's buffers at its end.
     Forward passes send nothing, so one rank may evaluate alone.
 
-    Forward and backward decide together whether to synchronise: gradients stay local if either runs
-    under `no_sync()`. Unlike torch's class, it also averages a second backward pass through one
-    graph, and synchronises calls through `.module`.
+    Gradients stay local if forward or backward, or both, run under `no_sync()`. Unlike torch's
+    class, this class also averages a second backward pass through one graph, and synchronises calls
+    through `.module`.
 
     Args: as torch's class. `module`, `process_group`, `gradient_as_bucket_view`,
         `find_unused_parameters` and `static_graph` as `Reducer`, and
@@ -43,8 +43,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         output_device: only together with `device_ids`; as in torch, outputs are not moved.
         dim, check_reduction, batched_grad_copy: without effect.
         broadcast_buffers: False sends no buffers, not even at construction.
-        forward_sync_buffers: True if forward passes find rank 0's buffers; the first always does.
-        init_sync: False trusts that all ranks hold the same module.
+        forward_sync_buffers: True if forward passes use rank 0's buffers; the first always does.
+        init_sync: False skips the comparison and the broadcast: all ranks must hold the same
+            module.
         bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` replaces it, if given.
         mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
             and inputs during forward, of sent gradients, and of buffers. `.grad` and the parameters
@@ -273,9 +274,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients locally if forward or backward, or both, run inside.
+        """Accumulates local gradients if forward or backward, or both, run inside.
 
-        The next backward pass outside of it, after a forward pass outside, averages the sum.
+        The next backward pass outside the context, after a forward pass outside, averages the sum.
         Raises a RuntimeError if a later wrapper or Reducer of the same module has replaced this.
         """
         check_current(self.reducer.core)

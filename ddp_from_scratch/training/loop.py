@@ -415,8 +415,8 @@ class Trainer:
         of = f"{kept} of its {self.reducer.virtual_rank_count} virtual ranks were kept"
         self.report.line(
             f"continuing with {ranks} ranks in epoch {self.epoch + 1}, step {self.step}: "
-            f"another group after {1e3 * grouped:.0f} ms, the step after "
-            f"{1e3 * repeated:.0f} ms{f' ({of})' if kept else ''}"
+            f"new group after {1e3 * grouped:.0f} ms, step completed "
+            f"{1e3 * repeated:.0f} ms later{f' ({of})' if kept else ''}"
         )
         seconds = {"group_seconds": grouped, "step_seconds": repeated}
         self.metrics.log(self.global_step, ranks=ranks, kept_virtual_ranks=kept, **seconds)

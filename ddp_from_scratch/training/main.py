@@ -3,13 +3,13 @@
 Examples:
     python run.py                                two gloo processes on this machine
     python run.py --backend mpi --nproc 4        the same on MPI: starts itself under mpirun
-    mpirun -n 4 python run.py --backend mpi      under a launcher of yours;
-    torchrun --nproc-per-node 2 run.py             torchrun and srun, too
-    python run.py --backend nccl                 one process for each visible GPU
+    mpirun -n 4 python run.py --backend mpi      under a launcher: mpirun, torchrun or srun
+    torchrun --nproc-per-node 2 run.py
+    python run.py --backend nccl                 one process per visible GPU
     python run.py --nproc 8,2 --node-rank 0 --master-addr HOST
-                                                 two machines without a launcher: the same on the
-                                                 other one, with --node-rank 1 and the DDP_SECRET
-                                                 that this one prints
+                                                 two machines without a launcher: run the same on
+                                                 the other one, with --node-rank 1 and the
+                                                 DDP_SECRET that this one prints
     python run.py test --checkpoint FILE         the test accuracy of a saved model
 """
 

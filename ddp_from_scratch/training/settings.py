@@ -51,7 +51,7 @@ def _must(
 def _of_each(setting: str) -> str:
     """Returns a setting's default of each optimizer that has it, for --help."""
     values = [(name, own[setting]) for name, own in OPTIMIZERS.items() if setting in own]
-    return "(default: " + ", ".join(f"{value:g} of {name}" for name, value in values) + ")"
+    return "(default: " + ", ".join(f"{value:g} for {name}" for name, value in values) + ")"
 
 
 def _check(options: Any) -> None:
@@ -96,31 +96,31 @@ class Command:
     command: str = "train"
     dataset: str | None = None  # as given; without it, test takes that of the model's training
     nproc: str | None = _processes(
-        "processes to start: a number, or one for each machine as in 8,2. Default: 2, with nccl "
-        "one for each visible GPU. Only without a launcher",
+        "processes to start: a number, or one number per machine as in 8,2. Default: 2; with nccl "
+        "one per visible GPU. Use it only without a launcher",
         metavar="N[,N...]",
     )
     node_rank: int | None = _processes(
-        "this machine's place in --nproc 8,2, from 0", type=int, metavar="N"
+        "this machine's position in --nproc 8,2, from 0", type=int, metavar="N"
     )
     master_addr: str | None = _processes(
-        "address of machine 0, as the others reach it", metavar="HOST"
+        "address at which the other machines reach machine 0", metavar="HOST"
     )
     master_port: int | None = _processes(
         "port of machine 0, for machines that have its DDP_SECRET (default: 29500)", **_PORT
     )
     debug_rank: int | None = _processes(
         "the rank that reads the terminal, for breakpoint(); the others wait for it without a "
-        "timeout. gloo and nccl, without a launcher",
+        "timeout. For gloo and nccl, without a launcher",
         **_FROM_0,
     )
     output_prefix: bool = _kept("begin each line of a rank's output with [rank N]", False)
-    output_ranks: str | None = _kept("show the output of these ranks only", metavar="N[,N...]")
+    output_ranks: str | None = _kept("show only the output of these ranks", metavar="N[,N...]")
     output_dir: Path | None = _kept(
-        "also write all output of each rank to rank-N.log there; existing files are appended to",
+        "also write all output of each rank to DIR/rank-N.log, and append to an existing file",
         **_FOLDER,
     )
-    checkpoint: Path | None = _kept("the file that test evaluates", type=Path, metavar="FILE")
+    checkpoint: Path | None = _kept("checkpoint for test to evaluate", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
         if self.command not in ("train", "test"):
@@ -136,87 +136,87 @@ class Settings:
         "gloo and mpi: CPUs; nccl: GPUs", "gloo", choices=BACKENDS, type=str.lower
     )
     elastic: bool = _processes(
-        "survive lost ranks and machines: continue with the others and replace lost ranks; with "
+        "survive lost ranks and machines: continue with the others, and replace lost ranks. For "
         "gloo, without a launcher",
         False,
     )
     max_restarts: int | None = _processes(
-        f"lost ranks that --elastic replaces (default: {MAX_RESTARTS})", **_FROM_0
+        f"number of lost ranks that --elastic replaces (default: {MAX_RESTARTS})", **_FROM_0
     )
     timeout: float = _processes("seconds to wait for other ranks", 600.0, **_TIMEOUT)
     stall_after: float = _processes(
-        "seconds that a step waits for other ranks before it reports which; inf: never",
+        "seconds after which a waiting step reports the ranks that it waits for; inf: never",
         60.0,
         **_STALL,
     )
-    threads: int = _processes("CPU threads of a process", 1, **_THREADS)
+    threads: int = _processes("CPU threads per process", 1, **_THREADS)
     dataset: str = _data(
-        "digits ships with the project; test takes the one that the model was trained on",
+        "digits comes with the project; test uses the dataset that the model was trained on",
         "digits",
         choices=DATASETS,
     )
     data_dir: Path = _data("folder of the other datasets", Path("data"), **_FOLDER)
-    download: bool = _data("fetch the dataset if it is not there", False)
-    workers: int = _data("loading processes of a rank; 0: none", 0, **_WORKERS)
+    download: bool = _data("download the dataset if it is missing", False)
+    workers: int = _data("processes per rank that load images; 0: none", 0, **_WORKERS)
     model: str = _training(MODELS, "cnn", metavar="NAME")
     epochs: int = _training("passes over the training images", 10, **_COUNT)
-    batch_size: int = _training("images of a rank in a backward pass", 32, **_COUNT)
+    batch_size: int = _training("images per rank in a backward pass", 32, **_COUNT)
     global_batch_size: int | None = _training(
         "images of all ranks in an optimizer step, instead of --batch-size", **_COUNT
     )
     optimizer: str = _training(
-        "muon is for the matrices of hidden layers: AdamW steps all else and the last matrix, with "
-        "the same --lr (adjust_lr_fn=match_rms_adamw)",
+        "muon steps the matrices of hidden layers; AdamW steps the last matrix and everything "
+        "else, with the same --lr (adjust_lr_fn=match_rms_adamw)",
         "sgd",
         choices=tuple(OPTIMIZERS),
     )
     shard: str = _training(
-        "ranks divide the step of sgd and adamw, and its state: those of a machine, which share "
-        "parameters (node), or all (world)",
+        "divide the step of sgd or adamw, and its state, among the ranks of a machine, which then "
+        "share parameters (node), or among all ranks (world)",
         "none",
         choices=("none", "node", "world"),
     )
     lr: float | None = _training(f"learning rate {_of_each('lr')}", **_RATE)
     scale_lr: bool = _training(
-        "--lr is meant for one rank's batch: multiply it by the number of batches in a step, with "
-        "a warm-up over 5 epochs (Goyal et al. 2017)",
+        "multiply --lr, the rate for one rank's batch, by the number of batches in a step, with a "
+        "warm-up over 5 epochs (Goyal et al. 2017)",
         False,
     )
-    momentum: float | None = _training(f"of sgd and muon {_of_each('momentum')}", **_SHARE)
-    weight_decay: float | None = _training(f"of parameters {_of_each('weight_decay')}", **_SHARE)
-    accumulate: int = _training("backward passes in an optimizer step", 1, **_COUNT)
+    momentum: float | None = _training(f"for sgd and muon {_of_each('momentum')}", **_SHARE)
+    weight_decay: float | None = _training(f"weight decay {_of_each('weight_decay')}", **_SHARE)
+    accumulate: int = _training("backward passes per optimizer step", 1, **_COUNT)
     virtual_ranks: int | None = _training(
-        "parts of a batch, a power of two: a rank computes several, and the result has the same "
-        "bits on any number of ranks. --batch-size is that of a virtual rank",
+        "number of parts of a batch, a power of two: a rank computes several, and the result has "
+        "the same bits on any number of ranks. --batch-size is then the images per virtual rank",
         **_VIRTUAL_RANKS,
     )
     balance: bool = _training(
-        "deal virtual ranks by speed, so that a slow rank computes fewer; the bits stay the same",
+        "assign virtual ranks by speed: a slow rank computes fewer, and the bits stay the same",
         False,
     )
     recheck: int | None = _training(
-        "in every Nth step compute a virtual rank twice, on two ranks, and end with the name of a "
-        "rank that computes wrongly",
+        "in every Nth step compute one virtual rank on two ranks; if the bits differ, name the "
+        "rank that computes wrongly, and end the run",
         **_COUNT,
     )
     precision: str = _training(
-        "of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
+        "dtype of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
     )
     seed: int = _training(
-        "of the model, the order of images, and all that torch, numpy and Python's random draw",
+        "seed of the model, the order of images, and the generators of torch, numpy and Python",
         0,
         **_SEED,
     )
-    deterministic: bool = _training("only algorithms that repeat exactly", False)
+    deterministic: bool = _training("use only deterministic algorithms", False)
     bucket_cap_mb: float | None = _synchronisation(
-        "size in MiB at which a bucket of gradients is sent; 0: one for each parameter; inf: one "
-        "for all (default: 1 for the first, 25 for the others)",
+        "size in MiB at which a bucket of gradients is closed; 0: one per parameter; inf: one for "
+        "all (default: 1 for the first, 25 for the others)",
         **_CAP,
     )
     overlap: bool = _synchronisation("send gradients after backward, not during it", True)
     shared_memory: bool = _synchronisation(
-        "on gloo, average through messages only; by default a machine's ranks average in shared "
-        "memory",
+        "on gloo, average only through messages; by default the ranks of a machine average in "
+        "shared memory",
         True,
     )
     compress: str | None = _synchronisation(
@@ -225,38 +225,38 @@ class Settings:
         choices=COMPRESSIONS,
     )
     powersgd_rank: int | None = _synchronisation(
-        "of the matrices of --compress powersgd: more is closer to the gradients, and larger "
-        f"(default: {POWERSGD_RANK})",
+        "rank of the matrices of --compress powersgd: a higher rank approximates the gradients "
+        f"more closely and sends more (default: {POWERSGD_RANK})",
         **_FROM_1,
     )
     sync_batch_norm: bool = _synchronisation(
-        "batch norm over the batches of all ranks, not of each by itself",
+        "batch norm over the batches of all ranks, not over each rank's own batch",
         False,
     )
     check_sync: int | None = _synchronisation(
-        "after each epoch compare all ranks' parameters and optimizer state bit for bit and print "
-        "the parameters' checksum; with N also in every Nth step, without printing",
+        "after each epoch compare all ranks' parameters and optimizer state bit for bit, and print "
+        "the parameters' checksum; with N, also compare in every Nth step, without printing",
         nargs="?",
         const=0,
         **_FROM_0,
     )
     checkpoint_dir: Path | None = _kept(
-        "save after each epoch, and on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1; the newest two stay",
+        "save after each epoch, and on Ctrl-C, SIGTERM, SIGHUP or SIGUSR1; keep the newest two",
         **_FOLDER,
     )
     resume: str | None = _kept(
-        "continue from FILE, or from the newest whole checkpoint of --checkpoint-dir; auto starts "
-        "from the beginning where there is none",
+        "continue from FILE, or (auto) from the newest complete checkpoint in --checkpoint-dir; "
+        "without one, auto starts from the beginning",
         metavar="auto|FILE",
     )
-    log_dir: Path | None = _kept("metrics.jsonl and TensorBoard events", **_FOLDER)
+    log_dir: Path | None = _kept("write metrics.jsonl and TensorBoard events to DIR", **_FOLDER)
     timeline: Path | None = _kept(
-        "record some steps of all ranks, print one, and write a page and a picture there",
+        "record some steps of all ranks, print one, and write a page and a picture to DIR",
         **_FOLDER,
     )
     stragglers: int | None = _kept(
-        "every N steps name the rank that the others wait for: how often, how long and in which "
-        "phase; --log-dir gets the same as scalars, with throughput and exposed communication",
+        "every N steps print the rank that the others wait for: how often, how long and in which "
+        "phase; with --log-dir also log this as scalars, with throughput and exposed communication",
         **_COUNT,
     )
     quiet: bool = _kept("print only the result", False)

@@ -208,18 +208,18 @@ def timeline(
     When the steps are complete, or at the end of the context, rank 0 writes
 
     - `timeline.txt`: the median step as text;
-    - `timeline.html`: a page that opens offline, with all steps;
+    - `timeline.html`: a page that works offline, with all steps;
     - `timeline.png` and `.svg`: the median step, if matplotlib is installed.
 
-    It writes nothing if the context raises or no step is complete; the latter is a warning. If it
-    cannot write, it raises a UsageError, and the other ranks a PeerError.
+    It writes nothing if the context raises, or if no step is complete, which it warns about. If it
+    cannot write, it raises a UsageError on rank 0, and a PeerError on the other ranks.
 
-    The context's value has `close()`, which ends the recording before the context does
-    (collective), `record`, which is None until then, and `as_text()`.
+    The value of the context has `close()`, which ends the recording early (collective), `record`,
+    which is None until then, and `as_text()`.
 
     Args:
         reducer: averages the module whose steps are recorded.
-        folder: rank 0 makes it if needed.
+        folder: the folder to write to; rank 0 creates it if needed.
         steps: the number of steps to record.
         skip: averages before the first recorded step, which rebuild buckets and allocate memory.
     """

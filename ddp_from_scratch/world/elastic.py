@@ -183,7 +183,7 @@ class Membership:
 
 
 class Regrouping(NamedTuple):
-    """How a rank came from one group into the next. Times are those of `time.monotonic`."""
+    """When a rank left a group and joined the next. Times are those of `time.monotonic`."""
 
     left: float
     joined: float
@@ -228,9 +228,9 @@ class ElasticRun:
         """Calls a function that takes many steps; calls it again when a rank is lost in it.
 
         For a loop that `attempts` does not fit. The function begins at `step`, and adds 1 to it
-        after each optimizer step. The end of an epoch, if it is not to be repeated, counts as a
-        step, and in `epochs`, too. All ranks count equally. Each step has an `exchange`, or no
-        process can join. A function after which no rank may continue alone ends with a collective.
+        after each optimizer step. If the end of an epoch must not be repeated, it counts as a step,
+        and also in `epochs`. All ranks count equally. Without an `exchange` in each step no process
+        can join. If no rank may continue alone afterwards, end the function with a collective.
         """
         self._repeats = True
         try:
@@ -253,7 +253,7 @@ class ElasticRun:
         """Yields a context manager for each attempt at a step, until `steps` are finished.
 
         A lost rank ends the attempt on all ranks, and the next attempt repeats the step. The block
-        must end with the optimizer's step, and may change no lasting state outside the run.
+        must end with the optimizer's step, and must not change lasting state outside the run.
         """
         while True:
             self._join()
@@ -266,9 +266,10 @@ class ElasticRun:
         """Starts the exchange of a step; returns a function that waits for it, at the step's end.
 
         For a function of `repeat`; `attempts` does it by itself. Collective. A flag is a number
-        from 0 up, such as that of a signal, which may reach only some ranks. The returned function,
-        called once, returns the highest of each flag over all ranks. If all are 0, and processes
-        are to join or have been lost, it raises a CommunicationError on all ranks.
+        from 0 up, such as the number of a signal, which may reach only some ranks. Call the
+        returned function once: it returns the highest value of each flag over all ranks. If all are
+        0, and processes wait to join or have been lost, it raises a CommunicationError on all
+        ranks.
         """
         # A new tensor: an aborted exchange may still write to the old one.
         highest = torch.tensor([*flags, int(self._membership.is_over)], device="cpu")
@@ -406,26 +407,26 @@ def elastic(
                     reducer.run_virtual_ranks(lambda v: loss_of(model, run.step, v).backward())
                     optimizer.step()
 
-    Start it with `ddp.start_ranks(command, [4], max_restarts=3)`, under which each process is alone
+    Start it with `ddp.start_ranks(command, [4], max_restarts=3)`. Each process then runs alone
     until the first attempt. When a rank is lost, the others drop the attempt and open a group
-    without that rank. They divide among themselves the virtual ranks that none of them has finished
-    in `run_virtual_ranks`, and complete the step. The replacement process joins at the end of a
-    step, and takes parameters, buffers and the states of `optimizer` and `others` from a rank that
-    has them. Under any other launcher the first lost rank ends the run.
+    without that rank. They divide the virtual ranks that none of them has finished in
+    `run_virtual_ranks`, and complete the step. The replacement process joins at the end of a step,
+    and takes parameters, buffers and the states of `optimizer` and `others` from a rank that has
+    them. Under any other launcher the first lost rank ends the run.
 
     Args:
-        world: that of `process_group("gloo")`; otherwise a UsageError.
-        reducer: one with `virtual_ranks`, so that no sample is lost or seen twice.
-        optimizer: steps once in each attempt, at its end; the second raises a RuntimeError. With
-            shard="world" a ValueError: the state of a lost rank would be lost, too.
-        others: other objects with a `state_dict` that the run needs, of tensors and plain values
-            (otherwise a UsageError, when a rank joins), but no second optimizer (a
-            TypeError): a step that only one of two has taken can be neither repeated nor finished.
+        world: the result of `process_group("gloo")`; any other raises a UsageError.
+        reducer: a Reducer with `virtual_ranks`, so that no sample is lost or seen twice.
+        optimizer: steps once in each attempt, at its end; a second step raises a RuntimeError.
+            shard="world" raises a ValueError: the state of a lost rank would be lost, too.
+        others: other objects with a `state_dict` that the run needs. States must consist of tensors
+            and plain values, or a rank that joins raises a UsageError. A second optimizer raises a
+            TypeError: a step that only one of two has taken can be neither repeated nor finished.
         timeout: seconds that a collective may take.
         on_regroup: called on all ranks as soon as they have met in a group, and before they take
-            over a state. It gets True if a rank has one; if not, all take over rank 0's, which the
-            function may have read from a checkpoint. `run.world` is then this rank's place in the
-            group. The first group counts, also where no agent replaces lost ranks.
+            over a state. Its argument is True if a rank has a state; if not, all take over rank
+            0's, which the function may read from a checkpoint. `run.world` is then this rank's
+            place in the group. The first group counts, even where no agent replaces lost ranks.
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")

@@ -37,7 +37,7 @@ _opened = count()
 
 @dataclass(frozen=True)
 class World(Placement):
-    """This process among all that train together. As a context manager, closes the group on exit.
+    """This process's rank, world size and device. As a context manager, closes the group on exit.
 
     Attributes:
         rank: number of this process, 0 to world_size - 1.
@@ -47,7 +47,7 @@ class World(Placement):
         node_rank: number of this machine.
         launcher: "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none".
         backend: "gloo", "nccl" or "mpi".
-        device: where the model and its inputs belong.
+        device: the device for the model and its inputs.
     """
 
     backend: str
@@ -69,24 +69,24 @@ _until_exit = weakref.WeakKeyDictionary[dist.ProcessGroup, World]()
 
 
 def process_group(backend: str, *, timeout: float = 600.0) -> World:
-    """Joins this process with the others that its launcher has started.
+    """Connects this process with the others that its launcher has started.
 
         with ddp.process_group("gloo") as world:     # closed at the end of the block
         world = ddp.process_group("gloo")            # closed when Python exits
 
-    Works under mpirun, torchrun and srun; without a launcher the world is this process alone. On
-    one machine gloo and nccl stay on loopback. After an exception let the process exit: the group
+    Works under mpirun, torchrun and srun; without a launcher the world is only this process. On one
+    machine gloo and nccl use only loopback. After an exception let the process exit: the group
     stays open, except in a world of one. A second call without `with` returns the same World while
     its group is open.
 
     Args:
-        backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several of them needs a
-            group of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
+        backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several GPUs needs a group
+            of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
         timeout: seconds that a collective, or the rendezvous at the start, may take.
 
     Raises:
-        UsageError: a backend that is unknown or cannot be used here, ranks that did not all arrive
-            in time, a port that is taken, a process that a rank has started with its own variables.
+        UsageError: the backend is unknown or cannot be used here; some ranks did not arrive in
+            time; the port is taken; or a rank has started this process with the rank's variables.
     """
     global _opened_by
     if backend not in BACKENDS:

@@ -219,7 +219,11 @@ class Oracle:
 
     def _settings_differ(self) -> bool:
         """Whether the ranks, which divide a step, have different settings."""
-        divided = self._whole.shard != "none" or (self._whole.optimizer == "Muon")
+        divided = self._whole.shard != "none"
+        if self._whole.optimizer == "Muon":  # it divides matrices that have a gradient
+            divided = any(
+                p.grad is not None for one in self._players for p in one.groups()[0]["params"]
+            )
         rates = [[group["lr"] for group in player.groups()] for player in self._players]
         return divided and any(each != rates[0] for each in rates)
 

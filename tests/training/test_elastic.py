@@ -122,13 +122,13 @@ def test_a_rank_that_is_killed_costs_no_bit(name, quiet, tmp_path):
         assert "continuing with 2 ranks in epoch" not in text
     if name == "a step":  # a line and a metric, before another rank joins
         assert "process 1 was killed by SIGKILL: continuing with 2 ranks; " in text
-        assert "continuing with 2 ranks in epoch 1, step 5: another group after " in text
+        assert "continuing with 2 ranks in epoch 1, step 5: new group after " in text
         lines = map(json.loads, (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines())
         event, *_ = [line for line in lines if "ranks" in line]
         assert (event["step"], event["ranks"]) == (5, 2)
         # The others had 2 and 3 virtual ranks, and each finished all but the last.
         assert event["kept_virtual_ranks"] == 3
-        assert "ms (3 of its 8 virtual ranks were kept)" in text
+        assert "ms later (3 of its 8 virtual ranks were kept)" in text
 
 
 # The agent is the parent of the process that ranks are forked from.

@@ -28,6 +28,8 @@ def test_chapters_are_complete_and_lead_to_each_other():
         page, name = path.read_text(), name_of(path)
         assert f"python -m pytest tutorial/{chapter.name}" in page, name
         assert "(exercise.py)" in page, name
+        assert "\n<details><summary>Hint</summary>\n" in page, name
+        assert "\nYou now have " in page, name
         pictures = {picture.name for picture in chapter.glob("*.png")}
         assert set(re.findall(r"!\[.*\]\((.*)\)", page)) == pictures, name
         neighbours = CHAPTERS[max(0, place - 1) : place] + CHAPTERS[place + 1 : place + 2]

@@ -2,7 +2,8 @@
 
 python -m pytest tutorial/19_reading_the_library
 
-None of them waits: backward continues while the bucket travels. You may change `bucket.buffer()`.
+None of them waits: backward continues while the bucket is in flight. You may change
+`bucket.buffer()`.
 """
 
 
