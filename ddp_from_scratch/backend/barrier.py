@@ -366,7 +366,7 @@ class CheckedBarrier:
         return self.fail(text)
 
     def _time_out(self) -> CommunicationError:
-        where = whereabouts(self.missing())
+        where = whereabouts(self.missing(), self._timeout)
         text = f"the timeout of {self._timeout:g} s passed without {self.missing_names}{where}"
         return self._give_up(text)
 

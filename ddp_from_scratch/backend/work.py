@@ -92,7 +92,7 @@ class NodeWork(dist.Work):
                 raise CommunicationError(
                     f"{self._name()} did not end within {limit:g} s: "
                     f"{self._barrier.missing_names} did not arrive"
-                    f"{whereabouts(self._barrier.missing())}"
+                    f"{whereabouts(self._barrier.missing(), limit)}"
                 )
             else:
                 self._barrier.progress()

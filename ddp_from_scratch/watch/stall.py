@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -165,10 +166,10 @@ class StallWatch(Observer):
         self._end()
         self._start(self._reducer())
 
-    def whereabouts(self, rank: int) -> str:
-        """Says where a rank of the default group is, if it has been there for a while."""
-        reducer: CoreReducer | None = self._reducer()
-        if reducer is None or rank not in self._ranks or not dist.is_initialized():
+    def whereabouts(self, rank: int, waited: float) -> str:
+        """Says where a rank of the default group was less than `waited` seconds ago."""
+        # The rank looks three times in `after` seconds, and publishes what it sees twice.
+        if rank not in self._ranks or self._after > waited or not dist.is_initialized():
             return ""
         try:
             index, store = self._ranks.index(rank), self._store()
@@ -194,30 +195,37 @@ class StallWatch(Observer):
     def _run(self, stop: threading.Event) -> None:
         before = published = None
         since, reported = 0.0, -1  # when it reached `before`, and the step of the last report
-        while not stop.wait(self._after / _WAKES) and dist.is_initialized():
-            now = self._look()
-            if now is None or stop.is_set():
-                return
-            try:
-                store = self._store()
+        with suppress(RuntimeError, ValueError, KeyError):  # the group has been destroyed
+            while not stop.wait(self._after / _WAKES) and dist.is_initialized():
+                now = self._look()
+                if now is None or stop.is_set():
+                    break
                 if now != before:
                     before, since = now, time.monotonic()
                     if published is not None:
-                        store.set(str(self._rank), "")
+                        self._retract()
                         published = None
                     continue
                 place = place_of(self._program)
                 if (now, place) != published:
-                    now.publish(store, self._rank, place)
+                    now.publish(self._store(), self._rank, place)
                     published = now, place
                 waited = time.monotonic() - since
                 if now.waits_for and waited > 0.99 * self._after and now.step != reported:
                     reported = now.step
-                    # Only the first rank to get here writes the report.
-                    if store.add(f"report {now.step}", 1) == 1:
-                        logger.warning(self._report(now, waited, store))
-            except (RuntimeError, ValueError, KeyError):
-                return  # the group has been destroyed
+                    self._report_once(now, waited)
+            if published is not None:
+                self._retract()
+
+    def _retract(self) -> None:
+        """Takes back what this rank has published: it has moved on, or ends its watch."""
+        self._store().set(str(self._rank), "")
+
+    def _report_once(self, now: StepProgress, waited: float) -> None:
+        store = self._store()
+        # Only the first rank to get here writes the report.
+        if store.add(f"report {now.step}", 1) == 1:
+            logger.warning(self._report(now, waited, store))
 
     def _store(self) -> dist.Store:
         """Returns where the ranks meet, since the group's collectives are stuck."""
