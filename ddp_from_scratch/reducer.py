@@ -34,7 +34,7 @@ from ddp_from_scratch.options.weight import agree_weight
 from ddp_from_scratch.sync.check_sync import DriftCheck
 from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction
 from ddp_from_scratch.virtual_ranks.virtual_ranks import Result, VirtualRanks
-from ddp_from_scratch.watch.stall import StallWatch
+from ddp_from_scratch.watch.stall import stall_watch
 from ddp_from_scratch.watch.stragglers import StragglerReport, StragglerWatch
 
 
@@ -76,7 +76,9 @@ class Reducer:
             that step these parameters. None means never, unless forward passes write to parameters:
             then in the first average and in every hundredth.
         stall_after: seconds after which a waiting step is reported, with the ranks that it waits
-            for (`watch/stall.py`). None means never.
+            for and the line of the program at which each is (`watch/stall.py`). At most half the
+            group's timeout. None means never. "auto" is 60 on CPUs and None on GPUs, where it takes
+            two kernel launches for each bucket.
         straggler_every: N: in every Nth average, print on rank 0 which rank the others waited
             for (`watch/stragglers.py`). None means never.
         ready_order: an earlier run's `ready_order`. The first layout uses it, so sums have the same
@@ -134,7 +136,7 @@ class Reducer:
         skip_unused: bool = False,
         sync_buffers: bool = False,
         check_every: int | None = None,
-        stall_after: float | None = None,
+        stall_after: float | str | None = "auto",
         straggler_every: int | None = None,
         shared_memory: bool = True,
         fuse_wgrad: bool = False,
@@ -201,8 +203,8 @@ class Reducer:
                 yield self.buffer_sync
             if self._virtual_ranks is not None:
                 yield from self._virtual_ranks.observers()
-            if stall_after is not None:
-                yield StallWatch(stall_after)
+            if (watch := stall_watch(stall_after, device)) is not None:
+                yield watch
             if straggler_every is not None:
                 yield StragglerWatch(straggler_every, device, process_group)
             if check_every is not None:

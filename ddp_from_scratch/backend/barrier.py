@@ -29,6 +29,7 @@ from ddp_from_scratch.backend.shared_memory import (
 from ddp_from_scratch.backend.transport import ProcessWatch, Transport
 from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.common.group import failure_detector, may_be_in_flight
+from ddp_from_scratch.common.whereabouts import whereabouts
 
 # Bytes of all eager buffers of a machine. Every rank reads all of them, so the more ranks there
 # are, the smaller are the tensors for which this is the fastest way.
@@ -140,14 +141,20 @@ class CheckedBarrier:
         topology.intra_node.allgather(None)
         _open.add(self)
 
-    @property
-    def missing_names(self) -> str:
+    def missing(self) -> list[int]:
+        """The ranks for which the others wait; none if they are on other machines."""
         missing = self._behind(self._memory.arrived, self._met_at)
         # This machine's first rank may be behind only because it waits for another machine.
-        if not missing and self._topology.count > 1:
-            return "ranks on other machines"
-        missing = missing or self._behind(self._memory.arrived, self._waits)
-        return name_ranks(missing) or "a rank that has stopped"
+        if not missing and self._topology.count == 1:
+            missing = self._behind(self._memory.arrived, self._waits)
+        return missing
+
+    @property
+    def missing_names(self) -> str:
+        unknown = (
+            "ranks on other machines" if self._topology.count > 1 else "a rank that has stopped"
+        )
+        return name_ranks(self.missing()) or unknown
 
     def _behind(self, numbers: Counters, wait: int) -> list[int]:
         return [rank for rank, number in zip(self._ranks, numbers, strict=True) if number[0] < wait]
@@ -359,7 +366,8 @@ class CheckedBarrier:
         return self.fail(text)
 
     def _time_out(self) -> CommunicationError:
-        text = f"the timeout of {self._timeout:g} s passed without {self.missing_names}"
+        where = whereabouts(self.missing(), self._timeout)
+        text = f"the timeout of {self._timeout:g} s passed without {self.missing_names}{where}"
         return self._give_up(text)
 
 

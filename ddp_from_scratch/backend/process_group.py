@@ -468,6 +468,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     # Lifetime ------------------------------------------------------------------------------------
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long a collective may take."""
+        return self._timeout
+
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ddp_from_scratch.backend.operations import name_ranks
 from ddp_from_scratch.common.errors import CommunicationError
 from ddp_from_scratch.common.group import failure_detector, open_gloo
+from ddp_from_scratch.common.whereabouts import whereabouts
 
 
 class Transport(Protocol):
@@ -143,9 +144,10 @@ class GlooTransport:
                 if gone := [rank for rank in missing if rank in ended]:
                     raise CommunicationError(f"{name_ranks(gone)} ended without reaching it")
                 if missing and expired:
+                    seconds = self.timeout.total_seconds()
                     raise CommunicationError(
-                        f"the timeout of {self.timeout.total_seconds():g} s passed without "
-                        f"{name_ranks(missing)}"
+                        f"the timeout of {seconds:g} s passed without {name_ranks(missing)}"
+                        f"{whereabouts(missing, seconds)}"
                     )
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

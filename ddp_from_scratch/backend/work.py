@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.common.errors import CommunicationError, NoSharedMemory
+from ddp_from_scratch.common.whereabouts import whereabouts
 
 Outputs = list[torch.Tensor]
 
@@ -91,6 +92,7 @@ class NodeWork(dist.Work):
                 raise CommunicationError(
                     f"{self._name()} did not end within {limit:g} s: "
                     f"{self._barrier.missing_names} did not arrive"
+                    f"{whereabouts(self._barrier.missing(), limit)}"
                 )
             else:
                 self._barrier.progress()

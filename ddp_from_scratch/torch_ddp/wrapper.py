@@ -93,7 +93,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         lazy_bucket_allocation: bool = False,
         *,
         check_every: int | None = None,
-        stall_after: float | None = None,
+        stall_after: float | str | None = "auto",
         straggler_every: int | None = None,
         shared_memory: bool = True,
         fuse_wgrad: bool = False,

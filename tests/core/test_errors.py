@@ -312,7 +312,12 @@ ERRORS = [
     (RANGE, NOTHING, made, {"module": nn.ReLU()}),
     (RANGE, NOTHING, made, {"module": nn.Linear(1, 1).requires_grad_(False)}),
     (RANGE, "must be a number or a list, got 'auto'$", made, {"bucket_cap_mb": "auto"}),
-    (RANGE, "must be a positive number of seconds, got 0$", made, {"stall_after": 0}),
+    (
+        RANGE,
+        "positive number of seconds, None or 'auto', got 0$",
+        made,
+        {"stall_after": 0},
+    ),
     (RANGE, "check_every must be 1 or more, got 0", made, {"check_every": 0}),
     (RANGE, 'reduce must be "mean" or "sum", got .max', made, {"reduce": "max"}),
     (RANGE, 'reduce="sum" cannot .* virtual', made, {"reduce": "sum", "virtual_ranks": 2}),

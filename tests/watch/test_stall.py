@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 import weakref
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_from_scratch import Reducer
+from ddp_from_scratch import CommunicationError, Reducer
 from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.watch import stall
 from tests.support.logged import logged
@@ -235,3 +236,43 @@ def test_the_watch_ends_with_the_reducer(world):
     gc.collect()
     assert gone() is None
     assert not thread.is_alive(), "it did not wait for its next turn"
+
+
+def late_rank(world, seconds):
+    """Rank 1 comes to an average after its timeout; returns the error of rank 0."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    model = torch.nn.Linear(2, 1)
+    reducer = Reducer(model, process_group=group)
+    model(torch.ones(1, 2)).backward()
+    if world.rank == 1:
+        time.sleep(2 * seconds)
+    with pytest.raises(CommunicationError) as raised:
+        model(torch.ones(1, 2)).backward()
+    reducer.remove()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["gloo", slow("mpi")])
+def test_an_error_at_the_timeout_says_where_the_missing_rank_is(ranks, backend):
+    told, _ = ranks(backend, 2, fresh=True)(late_rank, 3)
+    line = r"\S*test_stall\.py:\d+: time\.sleep\(2 \* seconds\)"
+    assert re.search(rf"the timeout of 3 s passed without rank 1; rank 1 is in {line}$", told)
+
+
+@on("gloo-2")
+def test_the_default_is_a_watch_on_cpus(world):
+    model = Layers()
+    reducer = Reducer(model)
+    (thread,) = watchers()
+    assert "stall" in thread.name
+    reducer.remove()
+    del reducer
+    gc.collect()
+    assert not watchers()
+    Reducer(model, stall_after=None)
+    assert not watchers()
+
+
+def test_one_rank_has_no_watch(alone):
+    Reducer(Layers())
+    assert not watchers()
