@@ -41,7 +41,7 @@ class ForwardWaits:
     """
 
     def __init__(self, module: torch.nn.Module, wait: Wait, arriving: Mapping[Any, Any]) -> None:
-        self._wait, self._arriving = wait, arriving
+        self._wait, self.arriving = wait, arriving
         for part in module.modules():
             table = vars(part).get("_parameters")
             if type(table) is dict:
@@ -53,11 +53,11 @@ class ForwardWaits:
             part.register_load_state_dict_pre_hook(_Hook(self, "before_state"))
 
     def before_read(self, parameters: Iterable[torch.Tensor | None]) -> None:
-        if self._arriving:
+        if self.arriving:
             self._wait([parameter for parameter in parameters if parameter is not None])
 
     def before_forward(self, module: torch.nn.Module) -> None:
-        if not self._arriving:
+        if not self.arriving:
             return
         if isinstance(module, torch.jit.ScriptModule):  # runs without Python
             self._wait(None)
@@ -123,7 +123,7 @@ class _Table(dict[str, torch.nn.Parameter | None]):
 
     def _before_read(self, parameters: Iterable[torch.Tensor | None]) -> None:
         for found in self.waits:
-            if (waits := found()) is not None and waits._arriving:
+            if (waits := found()) is not None and waits.arriving:
                 _untraced(ForwardWaits.before_read)(waits, parameters)
 
     def __getitem__(self, name: str) -> torch.nn.Parameter | None:

@@ -304,7 +304,7 @@ class WorldShards(Shards):
         # Reducers watch a module's tables, which now become others. Not if they have changed: the
         # next forward pass must raise.
         found = [(reducer, reducer.observer(Checks)) for reducer in active_reducers()]
-        each = [(checks._snapshot, reducer.module) for reducer, checks in found if checks]
+        each = [(checks.snapshot, reducer.module) for reducer, checks in found if checks]
         unchanged = [(one, module) for one, module in each if not one.looks_different(True)]
         waits = ForwardWaits(self._reducer.module, self.synchronize, self._arriving)
         for one, module in unchanged:

@@ -61,7 +61,7 @@ class Checks(Observer):
         check_first_average: bool = True,
         regroups: bool = False,
     ) -> None:
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self.ignore = ignore
         self.check_first_average = check_first_average
         # torch does not count the writes to a tensor that was made in inference mode.
@@ -79,7 +79,7 @@ class Checks(Observer):
         self._watches_writes |= dist.get_world_size(reducer.process_group) > 1
         if self._watches_writes:
             reducer.add_observer(_FirstAverage(self))
-            _check_rescaling(reducer.module, self._snapshot.parameters)
+            _check_rescaling(reducer.module, self.snapshot.parameters)
 
     def on_forward(self) -> None:
         reducer: CoreReducer = self._reducer()
@@ -94,7 +94,7 @@ class Checks(Observer):
             return
         self._forwards += 1
         all_of_it = self._forwards <= _FULL_CHECK_EVERY or self._forwards % _FULL_CHECK_EVERY == 0
-        snapshot = self._snapshot
+        snapshot = self.snapshot
         if snapshot.looks_different(all_of_it):
             may_freeze = reducer.usage is not None and reducer.usage.fixed_layout
             difference = snapshot.difference(module, may_freeze=may_freeze)

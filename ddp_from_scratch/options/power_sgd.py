@@ -98,6 +98,11 @@ class PowerSGDState:
                 left.append(parameter)
         return left
 
+    def forget_errors(self, parameters: list[torch.Tensor]) -> None:
+        """Drops the errors of gradients that have been sent in full."""
+        for parameter in parameters:
+            del self._errors[parameter]
+
     def rescale(self, factor: float) -> None:
         """Multiplies the errors by the factor by which the loss scale has changed."""
         for error in self._errors.values():
@@ -169,8 +174,7 @@ def _average_in_full(
     def finish() -> torch.Tensor:
         average: torch.Tensor = averaged.wait()
         if left and average.isfinite().all():
-            for parameter in left:
-                del state._errors[parameter]
+            state.forget_errors(left)
         state.iteration += bucket.is_last()
         return average
 
