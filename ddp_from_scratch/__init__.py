@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.watch.stragglers import StragglerReport
     from ddp_from_scratch.watch.timeline import timeline
     from ddp_from_scratch.world.elastic import elastic
+    from ddp_from_scratch.world.stop_signal import StopSignal
     from ddp_from_scratch.world.world import World, process_group
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "Muon",
     "PeerError",
     "Reducer",
+    "StopSignal",
     "StragglerReport",
     "SyncBatchNorm",
     "UsageError",
@@ -93,6 +95,7 @@ _MODULES = {
     "Muon": "optim.muon",
     "PeerError": "common.errors",
     "Reducer": "reducer",
+    "StopSignal": "world.stop_signal",
     "StragglerReport": "watch.stragglers",
     "SyncBatchNorm": "sync.sync_batch_norm",
     "UsageError": "common.errors",

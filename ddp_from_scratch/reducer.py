@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from ddp_from_scratch.options.sparse import SparseBucket
 from ddp_from_scratch.options.stats import ReducerStats
 from ddp_from_scratch.options.unused import Unused
 from ddp_from_scratch.options.weight import agree_weight
+from ddp_from_scratch.sync.broadcast import check_same_parameters
 from ddp_from_scratch.sync.check_sync import DriftCheck
 from ddp_from_scratch.virtual_ranks.tree_reduction import TreeReduction
 from ddp_from_scratch.virtual_ranks.virtual_ranks import Result, VirtualRanks
@@ -116,8 +117,9 @@ class Reducer:
             others, not dense, a DTensor, on the meta device or made in inference mode; this rank is
             not in the group; or an argument is out of range.
         TypeError: `module` is not a module, or `process_group` not a process group.
-        RuntimeError: no process group is open, or inference mode is on. From a forward pass, an
-            optimizer's step or `backward()`: see `options/checks.py` and `check_every`.
+        RuntimeError: no process group is open, inference mode is on, or the ranks' parameters
+            differ in name, shape, strides or dtype. From a forward pass, an optimizer's step or
+            `backward()`: see `options/checks.py` and `check_every`.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -221,8 +223,12 @@ class Reducer:
         group_for = shared_memory_group if shared_memory else gloo_alone
         launch_order.check_overlap(module, parameters, process_group, sums)
         comm = CommConfig(process_group, group_for if on_cpu else None, sums)
-        # Shared memory is freed with its group, and virtual ranks may continue in another one.
-        memory_of = comm.open_group() if self._collective_init and virtual_ranks is None else None
+        # Elastic ranks, which have virtual ranks, may not have met yet. Nor may they keep shared
+        # memory, which is freed with its group.
+        together = self._collective_init and virtual_ranks is None
+        if together:
+            check_same_parameters(parameters, module, process_group)
+        memory_of = comm.open_group() if together else None
         sparse = sparse_parameters(module)
         separate = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}
         layout = Layout(parameters, separate, memory_of, launch_order.next_name(memory_of))
@@ -245,6 +251,12 @@ class Reducer:
     _core_type = CoreReducer
 
     # Inspection ---------------------------------------------------------------------------------
+
+    def __call__(self, *_args: object, **_options: object) -> NoReturn:
+        raise TypeError(
+            "a Reducer does not wrap its module: call the module itself, model(x); "
+            "ddp.DistributedDataParallel(model) is a wrapper"
+        )
 
     def __repr__(self) -> str:
         virtual_ranks = "" if self._virtual_ranks is None else f", {self._virtual_ranks}"

@@ -41,8 +41,16 @@ ROOMS = {
 
 PUBLIC = [
     *("SGD", "Adam", "AdamW", "CommunicationError", "DistributedDataParallel", "JoinableReducer"),
-    *("Muon", "PeerError", "Reducer", "StragglerReport", "SyncBatchNorm", "UsageError", "World"),
-    "WrongResultError",
+    *(
+        "Muon",
+        "PeerError",
+        "Reducer",
+        "StopSignal",
+        "StragglerReport",
+        "SyncBatchNorm",
+        "UsageError",
+    ),
+    *("World", "WrongResultError"),
     *("broadcast_buffers", "broadcast_optimizer_state", "broadcast_parameters", "broadcast_state"),
     *("check_sync", "comm_hooks"),
     *("convert_sync_batchnorm", "elastic", "environment_without_rank", "is_communication_error"),
@@ -55,7 +63,7 @@ def test_public_names_are_these_and_have_docstrings():
     assert ddp.__all__ == PUBLIC
     assert (PACKAGE / "py.typed").exists()
     documented = {name: getattr(ddp, name) for name in PUBLIC}
-    classes = "Reducer DistributedDataParallel JoinableReducer Muon SGD SyncBatchNorm"
+    classes = "Reducer DistributedDataParallel JoinableReducer Muon SGD StopSignal SyncBatchNorm"
     for name in classes.split():
         methods = vars(documented[name]).items()
         documented |= {f"{name}.{m}": value for m, value in methods if not m.startswith("_")}

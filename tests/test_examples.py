@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ddp_from_scratch.training.main import parse
 from tests.support import forked
@@ -18,6 +19,7 @@ OWN = {
     "gpt.py": ["--steps", "30", "--write", "20"],
     "resnet.py": ["--images", "128", "--epochs", "1"],
     "gan.py": ["--steps", "50"],
+    "train_your_own.py": ["--epochs", "1", "--length", "2000"],
 }
 OTHERS = {
     "lightning_mpi.py": ("lightning", ["--epochs", "2"]),
@@ -51,6 +53,60 @@ def test_the_table_lists_every_program():
 def test_on_gloo(program, more, tmp_path):
     printed = forked.run([str(FOLDER / program), *OWN[program], *more], 2, tmp_path)
     assert re.search(r"parameters .* on 2 ranks", printed)
+
+
+# Runs a program with its arguments. After that many steps, none if 0, rank 1 gets a signal.
+STOPPED = """
+import os, runpy, signal, sys
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+steps = int(sys.argv.pop(1))
+
+def stop(*_):
+    global steps
+    steps -= 1
+    if steps == 0 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+register_optimizer_step_post_hook(stop)
+del sys.argv[0]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    print("exit code", end.code)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "shard"), [("gloo", "none"), ("gloo", "world"), ("mpi", "none")]
+)
+def test_a_loop_of_ones_own_is_stopped_and_resumed_with_the_same_bits(backend, shard, tmp_path):
+    (tmp_path / "stopped.py").write_text(STOPPED)
+
+    def run(steps, checkpoint):
+        options = ["--epochs", "2", "--length", "2000", "--backend", backend, "--shard", shard]
+        command = [str(tmp_path / "stopped.py"), str(steps), str(FOLDER / "train_your_own.py")]
+        command += [*options, "--checkpoint", str(tmp_path / checkpoint)]
+        if backend == "mpi":
+            return printed_by(*LAUNCHERS["mpirun"], *command)
+        return forked.run(command, 2, tmp_path)
+
+    def checksum(printed):
+        (found,) = re.findall(r"parameters (\w+) on 2 ranks, saved", printed)
+        return found
+
+    whole = run(0, "whole.pt")
+    stopped = run(7, "stopped.pt")
+    assert stopped.count("exit code 138") == 2, stopped
+    assert "stopped in epoch 1 after step 8/14" in stopped
+    assert "epoch 1: loss" not in stopped
+    resumed = run(0, "stopped.pt")
+    assert resumed.count("exit code 0") == 2
+    assert checksum(resumed) == checksum(whole) != checksum(stopped)
+    last, same = (torch.load(tmp_path / name) for name in ("stopped.pt", "whole.pt"))
+    for part in ("model", "optimizer"):
+        torch.testing.assert_close(last[part], same[part], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("program", OTHERS)

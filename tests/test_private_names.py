@@ -29,6 +29,7 @@ ATTRIBUTES = [
     ),
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
     *("torch.nn.Module()._load_state_dict_pre_hooks", "torch.nn.Module()._modules"),
+    "torch.nn.Module()._compiled_call_impl",
 ]
 
 # Used where torch has them.

@@ -31,6 +31,7 @@ _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("convert_sync_batchnorm", "SyncBatchNorm"), "docs/how-to/models.md"),
     (("start_ranks", "start_mpirun", "launcher"), "docs/how-to/start.md"),
     (("environment_without_rank",), "docs/how-to/start.md"),
+    (("StopSignal",), "docs/how-to/your-loop.md"),
     (("elastic", "wait", "broadcast_state"), "docs/how-to/elastic.md"),
     (("WrongResultError",), "docs/how-to/same-bits.md"),
     (("timeline",), "docs/how-to/timeline.md"),

@@ -5,17 +5,21 @@ python -m tutorial diff 06 07
 """
 
 import ast
+import hashlib
 import io
+import json
 import os
 import sys
 from collections import defaultdict
 from contextlib import redirect_stdout
 from difflib import unified_diff
-from pathlib import Path
 
 from tutorial.chapters import CHAPTERS, TUTORIAL, chapter, page, programs
 
 COLOURS = {"passes": 32, "not begun": 90, "+": 32, "-": 31, "@": 36}
+# By chapter, a checksum of the code that passed: its tests need not run again.
+PASSED = TUTORIAL.parent / "build" / "learn.json"
+ALL_PASS = "every exercise passes: docs/how-it-works.md and CONTRIBUTING.md lead into the library"
 
 
 def begun(folder):
@@ -27,35 +31,44 @@ def begun(folder):
 
 
 class Results:
-    """A pytest plugin that collects, by file, which cases of each test pass."""
+    """A pytest plugin that collects which cases of each test pass."""
 
     def __init__(self):
-        self.of = defaultdict(lambda: defaultdict(list))
+        self.of = defaultdict(list)
 
     def pytest_runtest_logreport(self, report):
         """Called by pytest for each phase of a test."""
-        file, _, test = report.nodeid.partition("::")
-        self.of[Path(file).parent.name][test.partition("[")[0]].append(report.passed)
+        test = report.nodeid.partition("::")[2].partition("[")[0]
+        self.of[test].append(report.passed)
 
 
-def states(chapters):
-    """Yields each chapter's state; runs the tests of the chapters that you have begun."""
+def state_of(folder):
+    """Returns the state of a chapter; runs its tests if you have begun it."""
+    if not begun(folder):
+        return "not begun"
+    import pytest
+
     results = Results()
-    tested = [str(folder) for folder in chapters if begun(folder)]
-    if tested:
-        import pytest
+    with redirect_stdout(io.StringIO()):
+        pytest.main(["-q", "-p", "no:cacheprovider", str(folder)], plugins=[results])
+    tests = [all(cases) for cases in results.of.values()]
+    if not tests:
+        return "cannot be imported"
+    return "passes" if all(tests) else f"{sum(tests)} of {len(tests)} pass"
 
-        with redirect_stdout(io.StringIO()):
-            pytest.main(["-q", "-p", "no:cacheprovider", *tested], plugins=[results])
-    for folder in chapters:
-        tests = [all(cases) for cases in results.of[folder.name].values()]
-        if not begun(folder):
-            yield folder, "not begun"
-        elif not tests:
-            yield folder, "cannot be imported"
-        else:
-            passes = tests and all(tests)
-            yield folder, "passes" if passes else f"{sum(tests)} of {len(tests)} pass"
+
+def digest(folder):
+    """Returns a checksum of a chapter's code."""
+    code = [file.read_bytes() for file in sorted(folder.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(code)).hexdigest()[:16]
+
+
+def next_step(folder, state):
+    """Returns a line about the first chapter that does not pass."""
+    place = "tutorial/" + folder.name
+    if state == "not begun":
+        return f"next: read {place}/README.md, then fill the gaps in {place}/exercise.py"
+    return f"next: python -m pytest {place} says what is missing in {place}/exercise.py"
 
 
 def coloured(text, state):
@@ -64,12 +77,24 @@ def coloured(text, state):
 
 
 def list_chapters():
-    """Prints a line for each chapter."""
+    """Prints a line for each chapter, and the next step. Remembers which chapters have passed."""
     os.chdir(TUTORIAL.parent)
-    for folder, state in states(CHAPTERS):
+    passed = json.loads(PASSED.read_text()) if PASSED.exists() else {}
+    step = ""
+    for folder in CHAPTERS:
         title = page(folder).read_text().splitlines()[0].removeprefix("# ")
         place = "tutorial/" + folder.name
-        print(f"{title:<44} {place:<32} {coloured(state, state)}", flush=True)
+        print(f"{title:<44} {place:<32} ", end="", flush=True)  # the tests take a while
+        code = digest(folder)
+        state = "passes" if passed.get(folder.name) == code else state_of(folder)
+        print(coloured(state, state), flush=True)
+        if state == "passes":
+            passed[folder.name] = code
+            PASSED.parent.mkdir(exist_ok=True)
+            PASSED.write_text(json.dumps(passed, indent=1))
+        elif not step:
+            step = next_step(folder, state)
+    print(f"\n{step or ALL_PASS}")
 
 
 def definitions(text):

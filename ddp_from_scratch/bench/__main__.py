@@ -70,7 +70,7 @@ def main(
     """Runs the program, named `program` in --help. `draw` draws a job, run in its first way."""
     options = parse(arguments, program, results)
     if options.job is not None:
-        content = measure(BenchmarkJob(**json.loads(options.job)))
+        content = measure(BenchmarkJob(**json.loads(options.job.read_text())))
         if content is not None:
             options.into.write_text(compact_json(content))
         return 0
@@ -113,7 +113,7 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     add("--rounds", type=int, metavar="N", help="steps of each contender, instead of --seconds")
     text = f"folder for JSON results (default: {'none' if results is None else results})"
     add("--results", type=Path, default=results, metavar="FOLDER", help=text)
-    add("--job", help=argparse.SUPPRESS)  # of a rank
+    add("--job", type=Path, help=argparse.SUPPRESS)  # of a rank: a file
     add("--into", type=Path, help=argparse.SUPPRESS)  # where rank 0 puts its part
     options = parser.parse_args(arguments)
     if not 0 < options.seconds < math.inf:
@@ -138,8 +138,16 @@ def _default_backends() -> list[str]:
 
 def _job(options: argparse.Namespace, model: str, nproc: int) -> BenchmarkJob:
     backends, chosen = list(dict.fromkeys(options.backend)), options.contender
+    shows = sys.stderr.isatty()
     return BenchmarkJob(
-        model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds
+        model,
+        backends,
+        nproc,
+        options.optimizer,
+        chosen,
+        options.seconds,
+        options.rounds,
+        shows=shows,
     )
 
 

@@ -31,11 +31,7 @@ from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.sync.check_sync import check_sync
-from ddp_from_scratch.training.errors import needs_extra
 from ddp_from_scratch.world.world import process_group
-
-with needs_extra("train"):
-    from tqdm import tqdm
 
 FEWEST_ROUNDS = 5  # even if the time is over before
 WARM_UP = 3  # rounds that are not counted
@@ -62,6 +58,7 @@ class BenchmarkJob:
     only: str | None = None  # the only row to measure
     way: str = "interleaved"
     own: str = ""  # the ranks' own backend; "" prefers mpi, whose ranks can open other groups, too
+    shows: bool = False  # a line on standard error, a terminal, that says what is done now
 
     @property
     def rows(self) -> list[ContenderSpec]:
@@ -95,11 +92,14 @@ def measure(job: BenchmarkJob) -> dict[str, Any] | None:
         groups: dict[str, Any] = {backend: dist.new_group(backend=backend) for backend in others}
         # Batches differ between ranks, as in training; `contenders` seeds the models.
         torch.manual_seed(world.rank)
+        shows = job.shows and world.rank == 0
+        if shows:
+            show("making the models")
         compared = contenders(of, world.device, job.rows, groups, OPTIMIZERS[job.optimizer])
-        warm_up(compared)
+        warm_up(compared, shows)
         # Times mean nothing if contenders do not compute the same.
         check_equal(compared)
-        rounds = rounds_for(job.seconds, job.rounds, world.device, job.title(of))
+        rounds = rounds_for(job.seconds, job.rounds, world.device, of.name, job.shows)
         samples = interleave(compared, rounds, world.device)
         check_ranks(compared)
         if world.rank != 0:
@@ -140,8 +140,11 @@ def start(module: str, backend: str, nproc: int, *arguments: object) -> int:
 def interleaved(job: BenchmarkJob) -> Content:
     """Runs all contenders in the same processes, in turn; exits with the code of a failed rank."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        part = Path(folder) / "part.json"
-        options = ("--job", json.dumps(asdict(job)), "--into", part)
+        described, part = Path(folder) / "job.json", Path(folder) / "part.json"
+        described.write_text(json.dumps(asdict(job)))
+        if job.shows and job.backend != "mpi":  # where the command is printed
+            show(f"starting {job.nproc} ranks")
+        options = ("--job", described, "--into", part)
         code = start("ddp_from_scratch.bench", job.backend, job.nproc, *options)
         if code:
             raise SystemExit(code)
@@ -192,10 +195,18 @@ WAYS: Mapping[str, tuple[Callable[[BenchmarkJob], Content], str]] = {
 # Steps ------------------------------------------------------------------------------------------
 
 
-def warm_up(compared: Sequence[Contender]) -> None:
+def show(text: str) -> None:
+    """Shows a line on the terminal, which the next output replaces."""
+    print(f"\033[K{text}\r", end="", file=sys.stderr, flush=True)
+
+
+def warm_up(compared: Sequence[Contender], shows: bool = False) -> None:
     """Runs `WARM_UP` rounds, in which buckets are rebuilt once and allocators settle."""
     for turn in range(WARM_UP):
-        for contender in compared:
+        for place, contender in enumerate(compared):
+            if shows:
+                done = turn * len(compared) + place
+                show(f"warming up: step {done + 1} of {WARM_UP * len(compared)}")
             _seed(turn)
             contender.step()
 
@@ -238,21 +249,22 @@ def _seed(turn: int) -> None:
 
 
 def rounds_for(
-    seconds: float, count: int | None, device: torch.device, title: str
+    seconds: float, count: int | None, device: torch.device, title: str, shows: bool = False
 ) -> Iterator[int]:
-    """Yields `count` rounds, or as many as rank 0's clock allows from the first round on."""
+    """Yields `count` rounds, or as many as rank 0's clock allows from the first round on.
+
+    Rank 0 shows how many are done, if its standard error is a terminal, or, with `shows`, leads to
+    one.
+    """
     limit = count or seconds
-    bar = tqdm(
-        total=round(limit),
-        desc=title,
-        unit="round" if count else "s",
-        disable=dist.get_rank() != 0 or None,  # None: not on a terminal, either
-        leave=False,
-    )
+    shows = dist.get_rank() == 0 and (shows or sys.stderr.isatty())
+    name, unit, shown = title.partition(";")[0], "rounds" if count else "s", ""
     began, turn = time.perf_counter(), 0
     while True:
         done = turn if count else time.perf_counter() - began
-        bar.update(min(round(done), round(limit)) - bar.n)
+        text = f"{name}: {min(done, limit):.0f} of {limit:g} {unit}"
+        if shows and text != shown:
+            show(shown := text)
         # Rank 0 decides for all, since a rank that continued alone would hang.
         over = torch.tensor([done >= limit], device=device)
         dist.broadcast(over, 0)
@@ -260,7 +272,8 @@ def rounds_for(
             break
         yield turn
         turn += 1
-    bar.close()
+    if shows:
+        show("")
 
 
 def check_ranks(compared: Sequence[Contender]) -> None:

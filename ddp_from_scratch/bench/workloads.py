@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from ddp_from_scratch.common.errors import UsageError, one_line
+from ddp_from_scratch.common.errors import PeerError, UsageError, one_line
+from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training.errors import needs_extra
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -57,8 +59,28 @@ def _of_file(path: Path, function: str) -> Workload:
             f"{type(made).__name__}"
         )
     name = f"{path.name}:{function}, {_megabytes(made[0])}"
-    loss = made[2] if len(made) == 3 else _classification_loss
+    loss = made[2] if len(made) == 3 else _default_loss_of(f"{path}:{function}")
     return Workload(name, lambda: make()[0], lambda: make()[1], loss)
+
+
+def _default_loss_of(name: str) -> Loss:
+    """Returns the default loss, which says what to do if it does not fit a model and its batch."""
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        try:
+            return _classification_loss(model, batch)
+        except (TypeError, ValueError, RuntimeError) as error:
+            if is_communication_error(error):
+                raise
+            # All ranks raise it, so only rank 0 reports it.
+            kind = PeerError if dist.is_initialized() and dist.get_rank() else UsageError
+            raise kind(
+                f"{name} returns no loss, and the default one, cross_entropy(model(batch[0]), "
+                f"batch[1]), raises {type(error).__name__}: {one_line(error)}: return a third "
+                f"value, a function loss(model, batch)"
+            ) from error
+
+    return loss
 
 
 def _of_torchvision(name: str) -> Workload:

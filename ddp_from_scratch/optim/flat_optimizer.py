@@ -35,6 +35,9 @@ from ddp_from_scratch.options.launch_order import check_current
 from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import Mark
 
+# In the error that ranks raise if only one of them calls it.
+_STATE_DICT = ' for optimizer.state_dict(), collective with shard="world": call it on all ranks'
+
 
 def _without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     # torch wraps it for torch.compile, and the wrapper imports torch._dynamo, which takes a second.
@@ -196,13 +199,17 @@ class FlatOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """Returns torch's `state_dict()`, with the whole state. With shard="world" collective."""
+        """Returns torch's `state_dict()`, with the whole state.
+
+        With shard="world" collective: all ranks call it, also where only one saves the result.
+        """
         packed: dict[str, Any] = self._own_state_dict()
         index_of = {id(p): index for index, p in enumerate(self._parameters())}
         for segments in self._segments.values():
-            for parameter, whole in self._shards.whole_state(segments, self.state).items():
+            whole = self._shards.whole_state(segments, self.state, _STATE_DICT)
+            for parameter, state in whole.items():
                 index = index_of[id(parameter)]
-                packed["state"][index] = {**packed["state"][index], **whole}
+                packed["state"][index] = {**packed["state"][index], **state}
         return packed
 
     def _parameters(self) -> Iterator[torch.Tensor]:

@@ -71,8 +71,13 @@ class ShardPolicy:
     def synchronize(self) -> None:
         """Waits until all parameters are those after the last step."""
 
-    def whole_state(self, segments: Segments, states: States) -> dict[torch.Tensor, dict[str, Any]]:
-        """Returns the state of which a rank has only its share, by parameter. Collective."""
+    def whole_state(
+        self, segments: Segments, states: States, label: str = ""
+    ) -> dict[torch.Tensor, dict[str, Any]]:
+        """Returns the state of which a rank has only its share, by parameter. Collective.
+
+        `label` names the caller in the error of ranks that do not all call it.
+        """
         return {}
 
     def sum_of_squares(self, segments: Sequence[Segments]) -> torch.Tensor:

@@ -481,7 +481,9 @@ class WorldShards(Shards):
             f"0 took a {texts[0]}; rank {other} a {texts[other]}"
         )
 
-    def whole_state(self, segments: Segments, states: States) -> dict[torch.Tensor, dict[str, Any]]:
+    def whole_state(
+        self, segments: Segments, states: States, label: str = ""
+    ) -> dict[torch.Tensor, dict[str, Any]]:
         share = self._share(sum(segment.flat.numel() for segment in segments))
         found: dict[torch.Tensor, dict[str, Any]] = {}
         for name in dict.fromkeys(name for s in segments for name in s.state if name != "step"):
@@ -490,7 +492,7 @@ class WorldShards(Shards):
                 if name in segment.state:
                     own = begin + segment.own.start
                     flat[own : own + len(segment.own)] = segment.state[name][0]
-            wait_all(self._gather(flat))
+            wait_all(self._gather(flat, label))
             for segment, begin in placed(segments):
                 if name in segment.state:
                     windows = segment.windows(flat[begin : begin + segment.flat.numel()])

@@ -1,7 +1,10 @@
 """What `Reducer.stats()` returns and `print(reducer)` shows."""
 
+import sys
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.traits import traits
@@ -27,6 +30,7 @@ class ReducerStats:
     reduce: str  # "mean" or "sum"
     hook_per_bucket: bool  # autograd calls only for each bucket's last gradient
     transport: str  # "shared memory" if a machine's ranks reduce there, else the backend's name
+    compiled: bool  # by torch.compile, as a whole: all gradients arrive at the end of backward
 
     @staticmethod
     def of(reducer: CoreReducer, backend: str) -> "ReducerStats":
@@ -52,6 +56,7 @@ class ReducerStats:
             reduce="sum" if comm.sums else "mean",
             hook_per_bucket=hooks is not None and hooks.per_bucket,
             transport="shared memory" if shared else backend,
+            compiled=_is_compiled(reducer.module),
         )
 
     def __str__(self) -> str:
@@ -67,7 +72,16 @@ class ReducerStats:
             'reduce="sum"': self.reduce == "sum",
         }
         on = "".join(f", {name}" for name, is_on in switches.items() if is_on)
+        end = ", compiled as a whole: gradients arrive at the end of backward" * self.compiled
         return (
             f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
-            f"overlap={self.overlap}, comm_hook={self.comm_hook}{on}, by {self.transport}"
+            f"overlap={self.overlap}, comm_hook={self.comm_hook}{on}, by {self.transport}{end}"
         )
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """True if torch.compile runs the whole module, so its backward pass is a single function."""
+    # `torch.compile(module)` returns a module of another class; `module.compile()` sets a function.
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
+    by_class = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    return by_class or module._compiled_call_impl is not None

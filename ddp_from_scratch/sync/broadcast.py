@@ -100,6 +100,19 @@ def _check_same_model(
     _check_sendable(mine)
 
 
+def check_same_parameters(
+    parameters: Mapping[str, torch.Tensor],
+    module: torch.nn.Module,
+    process_group: dist.ProcessGroup | None,
+) -> None:
+    """Raises as `broadcast_parameters` if these parameters of a module differ. Collective."""
+    mine = _describe_parameters(parameters, module)
+    with on_gpu_of(module):
+        difference = _difference(mine, process_group, "parameters")
+    if difference is not None:
+        raise RuntimeError(f"the models differ: {difference}")
+
+
 def _difference(
     mine: Sequence[str], process_group: dist.ProcessGroup | None, what: str
 ) -> str | None:
@@ -127,6 +140,14 @@ def buffer_difference(lines: Sequence[str], process_group: dist.ProcessGroup | N
 
 
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
+    parameters = {n: p for n, p in module.named_parameters() if n not in ignore}
+    buffers = {n: b for n, b in module.named_buffers() if n not in ignore}
+    return _describe_parameters(parameters, module) + describe_buffers(buffers)
+
+
+def _describe_parameters(
+    parameters: Mapping[str, torch.Tensor], module: torch.nn.Module
+) -> list[str]:
     sparse = sparse_parameters(module)
 
     def line(name: str, tensor: torch.Tensor) -> str:
@@ -137,9 +158,7 @@ def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:
         shape = f"parameter {name}: shape {tuple(tensor.shape)}"
         return f"{shape}, strides {tensor.stride()}, {tensor.dtype}, {trains}{end}"
 
-    parameters = [line(n, p) for n, p in module.named_parameters() if n not in ignore]
-    buffers = {n: b for n, b in module.named_buffers() if n not in ignore}
-    return parameters + describe_buffers(buffers)
+    return [line(name, parameter) for name, parameter in parameters.items()]
 
 
 def describe_buffers(buffers: Mapping[str, torch.Tensor]) -> list[str]:

@@ -3,13 +3,11 @@
 import hashlib
 import os
 import random
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -148,37 +146,6 @@ class Stopped(Exception):
 
     def __init__(self, number: int) -> None:
         self.number: int = number
-
-
-class StopSignal:
-    """Records SIGINT, SIGTERM, SIGUSR1 or SIGHUP inside the `with` block.
-
-    A signal may reach each rank at another step, so all ranks exchange `received` in every step. A
-    second signal ends the process at once.
-    """
-
-    received: int = 0  # the signal's number
-
-    def __enter__(self) -> "StopSignal":
-        # SIGUSR1: mpirun forwards it and kills no rank, and Slurm can send it before time is up.
-        self._previous = {
-            number: signal.signal(number, self._remember)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # nohup
-        }
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        if self.received and isinstance(error, Exception) and ddp.is_communication_error(error):
-            # A rank exited before agreeing on a step with this one, which exits as asked, too.
-            signal.signal(self.received, signal.SIG_DFL)
-            os.kill(os.getpid(), self.received)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        signal.signal(number, signal.SIG_DFL)
 
 
 # An event as one number: MAX selects the earliest step, then the lowest rank; 0 means none.

@@ -20,7 +20,6 @@ from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.coordination import (
     LossWatch,
     Stopped,
-    StopSignal,
     gather_objects,
     highest,
     open_dataset,
@@ -92,7 +91,7 @@ class Trainer:
         # lost rank cannot be asked for its own.
         self.totals: torch.Tensor = torch.zeros(3, dtype=torch.float64, device=world.device)
         self.losses: LossWatch = LossWatch(world.rank, world.device)
-        self.stop: StopSignal = StopSignal()
+        self.stop: ddp.StopSignal = ddp.StopSignal()
         self.saved_as: Path | None = None
         self.images_per_second: float = 0.0
         self.test_accuracy: float = math.nan

@@ -76,7 +76,8 @@ def make_parser(program: Sequence[str] = ("run.py",)) -> argparse.ArgumentParser
         if isinstance(one.default, bool):
             how = {"action": "store_false" if one.default else "store_true", "dest": one.name}
         elif one.default is not None:
-            text += f" (default: {one.default})"
+            shown = f"{one.default:g}" if isinstance(one.default, float) else one.default
+            text += f" (default: {shown})"
         group = batch if one.name.endswith("batch_size") else groups[one.metadata["group"]]
         group.add_argument(option_of(one.name), help=text, **how)
     return parser

@@ -26,7 +26,7 @@ class Kind(Enum):
     OPTIMIZER = "O", "optimizer", 35, "optimizer"
     ARRIVE = ".", "gradients arrive", 90, ""
     LATE_RANK = "-", "waits for a rank", 31, "waits for a rank"
-    MOVE = "=", "moves", 32, "moves"
+    MOVE = "=", "in flight", 32, "in flight"
 
     def __init__(self, symbol: str, meaning: str, terminal_colour: int, in_picture: str) -> None:
         self.symbol = symbol
@@ -50,7 +50,7 @@ COLOURS = {
     "pack, unpack": "#e69f00",
     "exposed wait": "#d55e00",
     "waits for a rank": "#f4c7a5",
-    "moves": "#009e73",
+    "in flight": "#009e73",
 }
 
 

@@ -213,7 +213,10 @@ def _check_gpus(of_ranks: Sequence[str]) -> None:
 
 def _open(backend: str, timeout: timedelta) -> tuple[Placement, torch.device]:
     if not dist.is_backend_available(backend):
-        raise UsageError(f"this build of torch has no {backend}: install torch from PyPI")
+        raise UsageError(
+            f"this build of torch has no {backend}: use gloo or mpi, or on a machine with "
+            f"a GPU install a torch with CUDA (pip install torch)"
+        )
     # Under mpirun MPI compares the backends: a rank that wants mpi does not use the store.
     if environment.launcher() == "mpirun":
         if find_spec("mpi4py") is None:

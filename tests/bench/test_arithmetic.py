@@ -57,6 +57,9 @@ def make():
 
 def wrong():
     return torch.nn.Linear(1, 1)
+
+def two_inputs():
+    return torch.nn.Bilinear(2, 2, 3), (torch.ones(4, 2), torch.ones(4, 2), torch.ones(4))
 """
 
 
@@ -74,3 +77,8 @@ def test_a_model_of_a_file(tmp_path, monkeypatch):
         (f"{own}:wrong", "must return a module and a batch, optionally a loss, got Linear"),
     ):
         assert re.search(error, refusal(workload, name))
+    found = workload(f"{own}:two_inputs")
+    told = refusal(found.loss, found.model(), found.batch())
+    assert re.search(
+        "two_inputs returns no loss, .* raises ValueError: too many values .*: return", told
+    )

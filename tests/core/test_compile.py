@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ddp_from_scratch as ddp
+from ddp_from_scratch.core.observer import Observer
 from tests.support.on_ranks import on
 
 
@@ -71,3 +72,40 @@ def test_compiled(world, how, unused):
             for p in (*model.parameters(), *plain.parameters()):
                 p -= 0.1 * p.grad
     ddp.check_sync(model)
+
+
+class Ready(Observer):
+    """Notes whose gradients are ready, and what the test adds."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_gradient(self, index):
+        self.seen.append(index)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile wants a C compiler")
+@on("gloo-2")
+def test_gradients_of_what_is_compiled_together_arrive_together(world):
+    torch._dynamo.reset()
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
+    whole, in_place, by_block = models
+    for part in (in_place, *by_block):
+        part.compile(backend="aot_eager")
+    whole = torch.compile(whole, backend="aot_eager")
+    x, told = torch.ones(2, 4), ", compiled as a whole: gradients arrive at the end of backward"
+    for model in (whole, in_place):
+        reducer = ddp.Reducer(model)
+        assert str(reducer.stats()).endswith(told)
+        # One node of the graph returns the gradients of all parameters.
+        found = {id(getattr(node, "variable", None)) for node, _ in model(x).grad_fn.next_functions}
+        assert found >= {id(parameter) for parameter in model.parameters()}
+        reducer.remove()
+    ready = Ready()
+    reducer = ddp.Reducer(by_block, observers=[ready])
+    assert "compiled" not in str(reducer)
+    between = by_block[0](x)
+    between.register_hook(lambda gradient: ready.seen.append("between"))
+    by_block[1](between).sum().backward()
+    assert [*map(set, (ready.seen[:2], ready.seen[3:]))] == [{2, 3}, {0, 1}]
+    assert ready.seen[2] == "between"

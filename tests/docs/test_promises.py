@@ -213,3 +213,15 @@ def test_ratios_are_those_of_the_results(page, label, file, contenders):
     assert len(cells) == len(texts)
     for cell, text in zip(cells, texts, strict=True):
         assert cell in (text, text.partition(" (")[0])  # some leave out the interval
+
+
+def test_a_loop_of_ones_own_is_shown_with_the_lines_of_the_program():
+    """A line of a diff that stays or comes is in the program, in that order."""
+    program = (ROOT / "examples/train_your_own.py").read_text().splitlines()
+    (page,) = [page for page in PAGES if page.name == "your-loop.md"]
+    hunks = re.findall(r"^```diff\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert len(hunks) > 5
+    for hunk in hunks:
+        shown = [line[1:] for line in hunk.splitlines() if line[0] != "-"]
+        rest = iter(program)
+        assert all(line in rest for line in shown), hunk

@@ -953,3 +953,13 @@ def test_a_copy_of_the_module_does_not_wait_and_the_module_keeps_no_optimizer(wo
     model(X).sum().backward()  # with a comm hook that is not the optimizer's
     gc.collect()
     assert found() is None
+
+
+@on("gloo_pair")
+def test_a_state_dict_on_one_rank_alone_says_what_to_do(world):
+    settings = {"lr": 0.1, "momentum": 0.9}
+    _, _, optimizer, step = linear(dist.new_group(), settings=settings, shard="world")
+    step()
+    told = r'rank 0 .* for optimizer.state_dict\(\), collective with shard="world": call it on all'
+    with pytest.raises(ddp.CommunicationError, match=told):
+        step() if world.rank else optimizer.state_dict()

@@ -200,3 +200,15 @@ def test_what_cannot_be_sent_is_refused_on_all_ranks(world):
     # What is not sent may be expanded.
     Reducer(expanded("buffer")).remove()
     broadcast_parameters(expanded("buffer"), ignore=["wide"])
+
+
+@on("pair")
+def test_a_reducer_names_the_difference_where_the_broadcast_was_left_out(world):
+    has = [rf"rank {rank} has parameter weight: shape \({rank + 2}, 10\)" for rank in range(2)]
+    for options in ({}, {"shared_memory": False}):
+        with pytest.raises(RuntimeError, match=f"^the models differ: {has[0]}.*; {has[1]}"):
+            Reducer(nn.Linear(10, 2 + world.rank), **options)
+    model = nn.Linear(1, 1)
+    reducer = Reducer(model)  # the group is still of use
+    with pytest.raises(TypeError, match=r"call the module itself, model\(x\)"):
+        reducer(torch.ones(1, 1))

@@ -7,7 +7,7 @@ from PIL import Image
 
 from tests.support.pages import CHAPTERS, TUTORIAL_PAGES, links, name_of
 from tests.support.ranks import ROOT
-from tutorial.__main__ import print_difference
+from tutorial import __main__ as program
 from tutorial.chapters import samples
 
 TUTORIAL = ROOT / "tutorial"
@@ -60,17 +60,17 @@ def test_the_difference_of_two_chapters_is_shown(capsys, monkeypatch):
     named = set(re.findall(r"python -m tutorial diff (\d\d) (\d\d)", text))
     assert named >= {("06", "07"), ("15", "16")}
     for old, new in named:
-        print_difference(old, new)
+        program.print_difference(old, new)
         lines = capsys.readouterr().out.splitlines()
         assert all(any(line.startswith(sign) for line in lines) for sign in ("new: ", "+", "-"))
     with pytest.raises(SystemExit, match=r"no chapter '99': give a number from 01 to \d\d"):
-        print_difference("06", "99")
+        program.print_difference("06", "99")
 
 
 def test_the_first_seven_programs_import_nothing_of_the_library():
     for chapter in CHAPTERS[:7]:
-        for program in chapter.glob("*.py"):
-            assert "ddp_from_scratch" not in program.read_text(), program
+        for file in chapter.glob("*.py"):
+            assert "ddp_from_scratch" not in file.read_text(), file
 
 
 def test_the_tables_of_chapter_19_name_what_is_there():
@@ -85,3 +85,30 @@ def test_the_tables_of_chapter_19_name_what_is_there():
             there = set(re.findall(r"(?:def|class) (\w+)", file.read_text()))
             assert re.findall(r"`(\w+)`", named), place
             assert set(re.findall(r"`(\w+)`", named)) <= there, place
+
+
+def test_the_list_of_chapters_names_the_next_step_and_remembers_what_passed(
+    tmp_path, monkeypatch, capsys
+):
+    names = [folder.name for folder in CHAPTERS]
+    found = dict.fromkeys(names, "not begun") | {names[0]: "passes", names[1]: "1 of 2 pass"}
+    asked = []
+
+    def state_of(folder):
+        asked.append(folder.name)
+        return found[folder.name]
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(program, "PASSED", tmp_path / "build" / "learn.json")
+    monkeypatch.setattr(program, "state_of", state_of)
+    for expected in (names, names[1:]):
+        asked.clear()
+        program.list_chapters()
+        assert asked == expected
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[-1] for line in lines[:3]] == ["passes", "pass", "begun"]
+        assert lines[-1].startswith(f"next: python -m pytest tutorial/{names[1]} ")
+    monkeypatch.setattr(program, "digest", lambda folder: "changed")
+    asked.clear()
+    program.list_chapters()
+    assert asked == names

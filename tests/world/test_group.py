@@ -16,6 +16,7 @@ from torch import nn
 import ddp_from_scratch as ddp
 from tests.support.failing_run import LAUNCHERS, Run
 from tests.support.on_ranks import on
+from tests.support.refusal import refusal
 from tests.support.tiers import slow
 
 CALLS = [ddp.Reducer, ddp.DistributedDataParallel, ddp.check_sync]
@@ -226,3 +227,9 @@ def test_a_process_that_a_rank_forks_cannot_use_its_mpi(tmp_path):
     program.write_text(textwrap.dedent(USES_MPI_IN_A_FORK))
     with Run(*LAUNCHERS["mpirun"], str(program)) as run:
         assert run.wait() == 0, run.text
+
+
+def test_a_torch_without_nccl_leads_to_the_backends_for_cpus(monkeypatch):
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name != "nccl")
+    told = refusal(ddp.process_group, "nccl")
+    assert told.startswith("this build of torch has no nccl: use gloo or mpi, or on a machine with")
