@@ -32,6 +32,7 @@ _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("start_ranks", "start_mpirun", "launcher"), "docs/how-to/start.md"),
     (("environment_without_rank",), "docs/how-to/start.md"),
     (("elastic", "wait", "broadcast_state"), "docs/how-to/elastic.md"),
+    (("check_ranks",), "docs/how-to/same-bits.md"),
     (("WrongResultError",), "docs/how-to/same-bits.md"),
     (("timeline",), "docs/how-to/timeline.md"),
     (

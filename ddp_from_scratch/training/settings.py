@@ -81,7 +81,7 @@ _SHARE = _must(f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST, float
 _POSITIVE = f"a positive number, at most {_LARGEST:g}"
 _RATE = _must(_POSITIVE, lambda value: 0 < value <= _LARGEST, float, "X")
 _SECONDS = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
-_TIMEOUT = _must(_SECONDS, lambda value: 0 < value <= MAX_TIMEOUT, float, "S")
+_DURATION = _must(_SECONDS, lambda value: 0 < value <= MAX_TIMEOUT, float, "S")
 _STALL = _must(
     f"{_SECONDS}, or inf", lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf, float, "S"
 )
@@ -143,7 +143,7 @@ class Settings:
     max_restarts: int | None = _processes(
         f"lost ranks that --elastic replaces (default: {MAX_RESTARTS})", **_FROM_0
     )
-    timeout: float = _processes("seconds to wait for other ranks", 600.0, **_TIMEOUT)
+    timeout: float = _processes("seconds to wait for other ranks", 600.0, **_DURATION)
     stall_after: float = _processes(
         "seconds that a step waits for other ranks before it reports which; inf: never",
         60.0,
@@ -198,6 +198,13 @@ class Settings:
         "in every Nth step compute a virtual rank twice, on two ranks, and end with the name of a "
         "rank that computes wrongly",
         **_COUNT,
+    )
+    check: float | None = _training(
+        "train nothing: all ranks repeat rank 0's first batch for S seconds (default: 60), and the "
+        "exit code is 1 unless all compute the same bits. Prints each rank's time, too",
+        nargs="?",
+        const=60.0,
+        **_DURATION,
     )
     precision: str = _training(
         "of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
