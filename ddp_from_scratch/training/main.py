@@ -170,7 +170,7 @@ def _with_consequences(settings: Settings, options: Command) -> Settings:
         least = sum(_counts(settings, options))
         settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
     if settings.check is not None:  # which a lost rank ends
-        settings = replace(settings, elastic=False, max_restarts=None)
+        settings = replace(settings, elastic=False, max_restarts=None, replace_wrong=True)
     return settings
 
 
@@ -215,6 +215,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         settings.timeout,
         preload=[_TRAINER],
         max_restarts=allowed if settings.elastic else None,
+        replace_wrong=settings.replace_wrong,
         must_match=must_match,
         stdin=options.debug_rank,
         output_prefix=options.output_prefix,

@@ -29,7 +29,8 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 MAX_RESTARTS = 3
 # Settings that may differ between ranks: they concern one machine, or the output of rank 0.
 _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
-_SWITCHED_OFF = {"overlap", "shared_memory"}  # settings whose option switches them off
+# Settings whose option switches them off.
+_SWITCHED_OFF = {"overlap", "shared_memory", "replace_wrong"}
 
 
 def option_of(name: str) -> str:
@@ -142,6 +143,11 @@ class Settings:
     )
     max_restarts: int | None = _processes(
         f"lost ranks that --elastic replaces (default: {MAX_RESTARTS})", **_FROM_0
+    )
+    replace_wrong: bool = _processes(
+        "--elastic does not replace a rank that --recheck has named: another one on its machine "
+        "may compute wrongly, too",
+        True,
     )
     timeout: float = _processes("seconds to wait for other ranks", 600.0, **_DURATION)
     stall_after: float = _processes(
@@ -285,6 +291,8 @@ class Settings:
             self._check_elastic()
         elif self.max_restarts is not None:
             raise UsageError("--max-restarts is for --elastic, which is not given")
+        if not self.replace_wrong and not (self.elastic and self.recheck):
+            raise UsageError("--no-replace-wrong is for --elastic with --recheck: give both")
         self._check_virtual_ranks()
         if self.shard != "none":
             self._check_shard()
@@ -392,7 +400,8 @@ class Settings:
         # None of these changes the bits of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "quiet"}
-        indifferent |= {"timeline", "stragglers", "elastic", "max_restarts", "balance", "recheck"}
+        indifferent |= {"timeline", "stragglers", "elastic", "max_restarts", "replace_wrong"}
+        indifferent |= {"balance", "recheck"}
         # With `scale_lr` the length of the run determines the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")

@@ -34,6 +34,7 @@ REFUSED = {
     "--resume auto": "--resume auto needs --checkpoint-dir, which is not given",
     "--no-shared-memory --backend mpi": "--no-shared-memory is for gloo, and the backend is mpi",
     "--max-restarts 2": "--max-restarts is for --elastic, which is not given",
+    "--elastic --no-replace-wrong": "--no-replace-wrong is for --elastic with --recheck: give",
     "--elastic --backend mpi": "--elastic is for gloo, and the backend is mpi: leave one",
     "--elastic --timeline t": "--timeline cannot be used with --elastic: leave one out",
     "--master-port 65536": "--master-port must be 1 to 65535, got 65536",
