@@ -32,11 +32,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -58,12 +60,21 @@ _PARTS = ("noticed", "group", "step", "together", "kept")
 class Run:
     """A run, as seen from outside: seconds from its start."""
 
-    kills: list[float] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+    faults: list[tuple[float, str]] = field(default_factory=list)  # when, and what it was
+    lines: list[tuple[float, str]] = field(default_factory=list)  # what it has printed, and when
     # When a new group had finished a step; its ranks; the ms of group and step; what was kept.
     regroupings: list[tuple[float, int, float, float, int]] = field(default_factory=list)
     epochs: list[tuple[float, int]] = field(default_factory=list)  # when each ended
     seconds: float = 0.0  # until its end
     state: dict[str, Any] = field(default_factory=dict)  # the last checkpoint
+
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def kills(self) -> list[float]:
+        return [at for at, _ in self.faults]
 
 
 def main() -> int:
@@ -72,16 +83,17 @@ def main() -> int:
     ours = [*train, "--nproc", str(options.nproc), "--elastic"]
     ours += ["--max-restarts", str(2 * options.kills)]
     python = [sys.executable, "-m", "ddp_from_scratch"]
-    alone = observe([*python, *ours], 0, options)
-    killed = observe([*python, *ours], options.kills, options)
+    kill = partial(kill_ranks, options.kills, options.every, options.seed)
+    alone = observe([*python, *ours])
+    killed = observe([*python, *ours], kill)
     different = differences(alone.state, killed.state)
     rows = list(table(killed, alone, options.nproc))
     if options.torchrun:
         launcher = ["torch.distributed.run", "--nproc-per-node", str(options.nproc)]
         launcher = [sys.executable, "-m", *launcher, "--max-restarts", str(2 * options.kills)]
         torchrun = [*launcher, "-m", "ddp_from_scratch", *train, "--resume", "auto"]
-        rival_alone = observe(torchrun, 0, options)
-        rival = observe(torchrun, options.kills, options)
+        rival_alone = observe(torchrun)
+        rival = observe(torchrun, kill)
         rows.append(("a kill, torchrun", _per_kill(rival, rival_alone), None))
         if rival.state:
             different += [f"torchrun: {name}" for name in differences(alone.state, rival.state)]
@@ -89,8 +101,8 @@ def main() -> int:
             f"survive-{options.kills}",
             f"{options.kills} kills of {options.nproc} ranks",
             {
-                "this library, --elastic": (killed.epochs, killed.kills),
-                "torchrun, --max-restarts": (rival.epochs, rival.kills),
+                "this library, --elastic": (killed.epochs, killed.faults),
+                "torchrun, --max-restarts": (rival.epochs, rival.faults),
             },
             options.results,
         )
@@ -139,60 +151,64 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def observe(command: Sequence[str], kills: int, options: argparse.Namespace) -> Run:
-    """Runs a command, kills that many of its ranks, and reads its last checkpoint.
+def observe(
+    command: Sequence[str],
+    disturb: Callable[[Run, int], None] | None = None,
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Run:
+    """Runs a command, and reads its last checkpoint.
+
+    `disturb` runs beside it in a thread, with what is known of the run and the command's process.
 
     Raises:
         RuntimeError: the command failed.
     """
     run = Run()
     with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
         process = subprocess.Popen(
             [*command, "--checkpoint-dir", folder],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         )
-        plan = process.pid, kills, options.every, run, began, options.seed
-        killer = threading.Thread(target=_kill, args=plan)
-        killer.start()
-        said = []
+        beside = threading.Thread(target=disturb or (lambda *_: None), args=[run, process.pid])
+        beside.start()
         assert process.stdout is not None, "a pipe"
         for line in process.stdout:
-            now = time.monotonic() - began
-            said.append(line)
+            run.lines.append((run.now(), line))
             if found := _CONTINUING.search(line):
                 ranks, group, step, kept = map(int, found.groups("0"))
-                run.regroupings.append((now, ranks, group, step, kept))
+                run.regroupings.append((run.now(), ranks, group, step, kept))
             if found := _EPOCH.match(line):
-                run.epochs.append((now, int(found[1])))
+                run.epochs.append((run.now(), int(found[1])))
         code = process.wait()
-        run.seconds = time.monotonic() - began
-        killer.join()
+        run.seconds = run.now()
+        beside.join()
         if code:
-            raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{''.join(said[-40:])}")
+            last = "".join(line for _, line in run.lines[-40:])
+            raise RuntimeError(f"{' '.join(command)} ended with {code}:\n{last}")
         newest = max(Path(folder).glob("checkpoint-*.pt"))
         run.state = torch.load(newest, weights_only=True)
     return run
 
 
-def _kill(process: int, kills: int, every: float, run: Run, began: float, seed: int) -> None:
+def kill_ranks(kills: int, every: float, seed: int, run: Run, process: int) -> None:
     """Kills ranks at random moments, from the end of the first epoch until the run ends."""
     dice = random.Random(seed)
-    while not run.epochs and _is_there(process):
+    while not run.epochs and is_there(process):
         time.sleep(0.05)
-    while len(run.kills) < kills and _is_there(process):
+    while len(run.faults) < kills and is_there(process):
         time.sleep(dice.uniform(0.2 * every, 1.8 * every))
         if ranks := sorted(_ranks(process)):
             with suppress(ProcessLookupError):
                 victim = dice.choice(ranks)
-                run.kills.append(time.monotonic() - began)
+                run.faults.append((run.now(), "kill -9 of a rank"))
                 os.kill(victim, signal.SIGKILL)
 
 
-def _is_there(process: int) -> bool:
+def is_there(process: int) -> bool:
+    """True until the process has ended."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -206,7 +222,7 @@ def _ranks(process: int) -> Iterator[int]:
         # torchrun's ranks are its children; ours are children of the process that forks them.
         of_torchrun = "torch.distributed.run" in _command(process)
         ranks = [child] if of_torchrun else _children(child)
-        yield from filter(_is_there, ranks)
+        yield from filter(is_there, ranks)
 
 
 def _children(process: int) -> Iterator[int]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ddp_from_scratch.sync.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
     from ddp_from_scratch.torch_ddp.join import JoinableReducer, join
     from ddp_from_scratch.torch_ddp.wrapper import DistributedDataParallel
+    from ddp_from_scratch.virtual_ranks.check_ranks import check_ranks
     from ddp_from_scratch.watch.stragglers import StragglerReport
     from ddp_from_scratch.watch.timeline import timeline
     from ddp_from_scratch.world.elastic import elastic
@@ -68,6 +69,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "broadcast_state",
+    "check_ranks",
     "check_sync",
     "comm_hooks",
     "convert_sync_batchnorm",
@@ -105,6 +107,7 @@ _MODULES = {
     "broadcast_optimizer_state": "sync.optimizer_state",
     "broadcast_parameters": "sync.broadcast",
     "broadcast_state": "common.state",
+    "check_ranks": "virtual_ranks.check_ranks",
     "check_sync": "sync.check_sync",
     "comm_hooks": "options.comm_hooks",
     "convert_sync_batchnorm": "sync.sync_batch_norm",

@@ -52,7 +52,7 @@ PUBLIC = [
     ),
     *("World", "WrongResultError"),
     *("broadcast_buffers", "broadcast_optimizer_state", "broadcast_parameters", "broadcast_state"),
-    *("check_sync", "comm_hooks"),
+    *("check_ranks", "check_sync", "comm_hooks"),
     *("convert_sync_batchnorm", "elastic", "environment_without_rank", "is_communication_error"),
     *("join", "launcher", "power_sgd", "process_group", "start_mpirun", "start_ranks"),
     *("timeline", "wait"),

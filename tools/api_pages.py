@@ -33,6 +33,7 @@ _ENTRIES: list[tuple[tuple[str, ...], str]] = [
     (("environment_without_rank",), "docs/how-to/start.md"),
     (("StopSignal",), "docs/how-to/your-loop.md"),
     (("elastic", "wait", "broadcast_state"), "docs/how-to/elastic.md"),
+    (("check_ranks",), "docs/how-to/same-bits.md"),
     (("WrongResultError",), "docs/how-to/same-bits.md"),
     (("timeline",), "docs/how-to/timeline.md"),
     (

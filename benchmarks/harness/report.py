@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,29 +161,40 @@ def _save(name: str, figure: Any, folder: Path) -> None:
 def draw_progress(
     name: str,
     title: str,
-    lines: Mapping[str, tuple[Sequence[tuple[float, int]], Sequence[float]]],
+    lines: Mapping[str, tuple[Sequence[tuple[float, int]], Sequence[tuple[float, str]]]],
     folder: Path,
+    kinds: Sequence[str] = ("ours", "torch"),
 ) -> None:
-    """Draws the progress and the speed of runs over time, and when they lost ranks.
+    """Draws the progress of runs over time with their faults, and how long each epoch took.
 
-    `lines` has, by label, the seconds and numbers of epochs, and the seconds of losses. The first
-    is this library's.
+    `lines` has, by label, the seconds and numbers of epochs, and the seconds and names of faults. A
+    fault that occurs once is named beside its mark, others in the legend. `kinds` choose the
+    colours.
     """
     if (pyplot := _pyplot()) is None:
         return
-    figure, (far, fast) = pyplot.subplots(2, sharex=True, figsize=(8, 6))
-    colours = (COLOURS["ours"], COLOURS["torch"])
-    for (label, (epochs, losses)), colour in zip(lines.items(), colours, strict=False):
+    figure, (far, slow) = pyplot.subplots(2, sharex=True, figsize=(8, 6), height_ratios=(2, 1))
+    names = Counter(name for _, faults in lines.values() for _, name in faults)
+    for (label, (epochs, faults)), kind in zip(lines.items(), kinds, strict=True):
+        colour = COLOURS[kind]
         seconds, done = zip(*epochs, strict=True)
         far.plot(seconds, done, color=colour, label=label)
-        at = [max((epoch for when, epoch in epochs if when <= loss), default=0) for loss in losses]
-        far.plot(losses, at, "x", color=colour)
-        # An epoch that is repeated from a checkpoint counts again, since this is the speed.
-        in_each = Counter(int(second) for second in seconds)
-        whole = range(int(seconds[-1]))
-        fast.step(whole, [in_each[second] for second in whole], where="post", color=colour)
-    far.plot([], [], "x", color="black", label="kill -9 of a rank")
+        # An epoch that is repeated from a checkpoint counts again.
+        took = [after - before for before, after in pairwise(seconds)]
+        slow.step(seconds[1:], took, color=colour, linewidth=0.8)
+        for when, fault in faults:
+            at = max((epoch for second, epoch in epochs if second <= when), default=0)
+            far.plot(when, at, "x", color="black", markersize=5)
+            slow.axvline(when, color=colour, linewidth=0.5, linestyle=":")
+            if names[fault] == 1:
+                where = {"xytext": (6, -3), "textcoords": "offset points", "va": "top"}
+                far.annotate(fault, (when, at), fontsize=8, **where)
+    for fault in (fault for fault, count in names.items() if count > 1):
+        far.plot([], [], "x", color="black", markersize=5, label=fault)
     far.set(ylabel="epochs", title=title)
-    fast.set(xlabel="seconds", ylabel="epochs per second")
+    slow.set(xlabel="seconds", ylabel="seconds for an epoch", yscale="log")
+    slow.yaxis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    slow.yaxis.set_major_formatter("{x:g}")
+    slow.minorticks_off()
     far.legend()
     _save(name, figure, folder)

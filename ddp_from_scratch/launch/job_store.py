@@ -41,6 +41,7 @@ class Member(NamedTuple):
     step: int = NO_STATE  # number of finished steps as it joined
     max_world_size: int = 0  # how many ranks can use its state; 0 while it has none to share
     failure: Any = None  # [step, text] of the exception that ended the process
+    wrong: bool = False  # the exception says that this process computes wrongly
 
 
 class JobStore:

@@ -94,10 +94,12 @@ class FailTogether:
 class Elastic:
     """The other ranks continue; up to `max_restarts` failed ones are replaced.
 
-    A lost machine is lost with its ranks, and gets new ones when it is reachable again.
+    A lost machine is lost with its ranks, and gets new ones when it is reachable again. Without
+    `replace_wrong`, a rank that has computed wrongly is not replaced.
     """
 
     max_restarts: int
+    replace_wrong: bool = True
 
     elastic: ClassVar[bool] = True
     last_word_s: ClassVar[float] = LOST_S
@@ -152,6 +154,8 @@ class Elastic:
         told = f"{_what_happened(loss)}: continuing with {ranks}"
         if loss.lost_machine is not None:
             return Verdict(text=told)  # it gets its ranks back when it rejoins
+        if loss.report.wrong and not self.replace_wrong:
+            return Verdict(text=f"{told}; it computed wrongly, and is not replaced")
         if job.failures >= self.max_restarts:
             told += f"; all {self.max_restarts} replacements are used"
             return Verdict(text=told, counts=True)

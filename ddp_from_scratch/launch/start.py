@@ -45,6 +45,7 @@ def start_ranks(
     *,
     preload: Sequence[str] = _PRELOAD,
     max_restarts: int | None = None,
+    replace_wrong: bool = True,
     must_match: Mapping[str, str] = MappingProxyType({}),
     stdin: int | None = None,
     output_prefix: bool = False,
@@ -77,6 +78,8 @@ def start_ranks(
         preload: modules to import once, before ranks are forked.
         max_restarts: how many failed processes may be replaced, for programs that use
             `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
+        replace_wrong: False: a process that has computed wrongly (`Reducer(recheck_every=N)`) is
+            not replaced, because another one on its machine may do the same.
         must_match: options, by name, that must be equal on a machine that joins or rejoins.
         stdin: the rank that reads this process's standard input, for `breakpoint()`. On the other
             ranks `breakpoint()` does nothing, and groups wait without a timeout.
@@ -94,8 +97,8 @@ def start_ranks(
         UsageError: the machines do not meet; a value is out of range; the function cannot be
             pickled; or this is not the main thread.
     """
-    _check_job(counts, max_restarts, stdin)
-    policy: Policy = FailTogether() if max_restarts is None else Elastic(max_restarts)
+    _check_job(counts, max_restarts, replace_wrong, stdin)
+    policy = _policy_of(max_restarts, replace_wrong)
     peers: MachineRegistry | Link | None = None
     output: Output | None = None
     with ExitStack() as stack:
@@ -159,7 +162,13 @@ def start_ranks(
         ).run()
 
 
-def _check_job(counts: Sequence[int], max_restarts: int | None, stdin: int | None) -> None:
+def _policy_of(max_restarts: int | None, replace_wrong: bool) -> Policy:
+    return FailTogether() if max_restarts is None else Elastic(max_restarts, replace_wrong)
+
+
+def _check_job(
+    counts: Sequence[int], max_restarts: int | None, replace_wrong: bool, stdin: int | None
+) -> None:
     """Raises a UsageError if this thread, or with these arguments any, cannot start ranks."""
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
@@ -170,6 +179,8 @@ def _check_job(counts: Sequence[int], max_restarts: int | None, stdin: int | Non
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
     if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
         raise UsageError(f"max_restarts must be 0 to {MAX_RESTARTS:,}, got {max_restarts}")
+    if not replace_wrong and max_restarts is None:
+        raise UsageError("replace_wrong=False is for jobs with max_restarts, which is None")
     if stdin is not None and (max_restarts is not None or not 0 <= stdin < sum(counts)):
         raise UsageError(
             f"stdin must be a rank, 0 to {sum(counts) - 1}, of a job without max_restarts, "

@@ -122,10 +122,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     settings, options = parse(arguments, program)
     with needs_extra("train"):
         import tqdm  # noqa: F401  # before any rank starts: each would report that it is missing
-    if settings.elastic and settings.virtual_ranks is None:
-        # Equal on all ranks, which read the same command line.
-        least = sum(_counts(settings, options))
-        settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
+    settings = _with_consequences(settings, options)
     launcher = ddp.launcher()
     # The interactive shell of `srun --pty bash` is a step with a single task.
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if launcher == "srun" else None
@@ -152,10 +149,13 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
             "ranks: add --elastic, or leave max_restarts out"
         )
 
+    from ddp_from_scratch.training.check import check
     from ddp_from_scratch.training.evaluation import test
     from ddp_from_scratch.training.loop import Trainer
 
     with ddp.process_group(settings.backend, timeout=settings.timeout) as world:
+        if settings.check is not None:
+            return check(settings, world)
         if options.command == "test":
             assert options.checkpoint is not None, "`parse` has seen it"
             test(settings, options.dataset, options.checkpoint, world)
@@ -163,6 +163,16 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         # As a shell reports it. Every rank returns the same.
         number = Trainer(settings, world).run()
         return 128 + number if number else 0
+
+
+def _with_consequences(settings: Settings, options: Command) -> Settings:
+    """Returns the settings with what follows from others: equal on all ranks."""
+    if settings.elastic and settings.virtual_ranks is None:
+        least = sum(_counts(settings, options))
+        settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
+    if settings.check is not None:  # which a lost rank ends
+        settings = replace(settings, elastic=False, max_restarts=None, replace_wrong=True)
+    return settings
 
 
 def _start(settings: Settings, options: Command, command: Sequence[str]) -> int | None:
@@ -206,6 +216,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         settings.timeout,
         preload=[_TRAINER],
         max_restarts=allowed if settings.elastic else None,
+        replace_wrong=settings.replace_wrong,
         must_match=must_match,
         stdin=options.debug_rank,
         output_prefix=options.output_prefix,

@@ -4,10 +4,10 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -40,17 +40,21 @@ class Report:
         self.colours: bool = terminal and "NO_COLOR" not in os.environ
 
     def progress(self, steps: range, title: str) -> Iterable[int]:
-        return tqdm(
-            steps,
-            total=steps.stop,
-            initial=steps.start,
-            desc=title,
-            unit="step",
-            leave=False,
-            # On standard error: the output can be piped, and under mpirun it is a terminal, too.
-            disable=not self.is_rank_0 or self._quiet or not sys.stderr.isatty(),
-            dynamic_ncols=True,
-        )
+        first, end = steps.start, steps.stop
+        bar: tqdm[int] = self._bar(steps, total=end, initial=first, desc=title, unit="step")
+        return bar
+
+    @contextmanager
+    def countdown(self, seconds: float, title: str) -> Iterator[Callable[[float], None]]:
+        """Shows a bar in the block, whose function takes the seconds that have passed."""
+        shape = f"{{desc}}: {{percentage:3.0f}}%|{{bar}}| {{elapsed}} of {seconds:g} s"
+        with self._bar(total=seconds, desc=title, bar_format=shape) as bar:
+            yield lambda passed: bar.update(min(passed, seconds) - bar.n)
+
+    def _bar(self, steps: Iterable[int] | None = None, **options: Any) -> Any:
+        # On standard error: the output can be piped, and under mpirun it is a terminal, too.
+        hidden = not self.is_rank_0 or self._quiet or not sys.stderr.isatty()
+        return tqdm(steps, leave=False, disable=hidden, dynamic_ncols=True, **options)
 
     def line(self, text: str) -> None:
         if self.is_rank_0 and not self._quiet:

@@ -29,7 +29,8 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 MAX_RESTARTS = 3
 # Settings that may differ between ranks: they concern one machine, or the output of rank 0.
 _OWN = {"data_dir", "download", "workers", "threads", "log_dir", "quiet"}
-_SWITCHED_OFF = {"overlap", "shared_memory"}  # settings whose option switches them off
+# Settings whose option switches them off.
+_SWITCHED_OFF = {"overlap", "shared_memory", "replace_wrong"}
 
 
 def option_of(name: str) -> str:
@@ -81,7 +82,7 @@ _SHARE = _must(f"0 to {_LARGEST:g}", lambda value: 0 <= value <= _LARGEST, float
 _POSITIVE = f"a positive number, at most {_LARGEST:g}"
 _RATE = _must(_POSITIVE, lambda value: 0 < value <= _LARGEST, float, "X")
 _SECONDS = f"a positive number of seconds, at most {MAX_TIMEOUT:,.0f}"
-_TIMEOUT = _must(_SECONDS, lambda value: 0 < value <= MAX_TIMEOUT, float, "S")
+_DURATION = _must(_SECONDS, lambda value: 0 < value <= MAX_TIMEOUT, float, "S")
 _STALL = _must(
     f"{_SECONDS}, or inf", lambda value: 0 < value <= MAX_TIMEOUT or value == math.inf, float, "S"
 )
@@ -143,7 +144,12 @@ class Settings:
     max_restarts: int | None = _processes(
         f"number of lost ranks that --elastic replaces (default: {MAX_RESTARTS})", **_FROM_0
     )
-    timeout: float = _processes("seconds to wait for other ranks", 600.0, **_TIMEOUT)
+    replace_wrong: bool = _processes(
+        "--elastic does not replace a rank that --recheck has named: another one on its machine "
+        "may compute wrongly, too",
+        True,
+    )
+    timeout: float = _processes("seconds to wait for other ranks", 600.0, **_DURATION)
     stall_after: float = _processes(
         "seconds after which a waiting step reports the ranks that it waits for; inf: never",
         60.0,
@@ -198,6 +204,13 @@ class Settings:
         "in every Nth step compute one virtual rank on two ranks; if the bits differ, name the "
         "rank that computes wrongly, and end the run",
         **_COUNT,
+    )
+    check: float | None = _training(
+        "train nothing: all ranks repeat rank 0's first batch for S seconds (default: 60), and the "
+        "exit code is 1 unless all compute the same bits. Prints each rank's time, too",
+        nargs="?",
+        const=60.0,
+        **_DURATION,
     )
     precision: str = _training(
         "dtype of the forward pass (autocast); fp16 with loss scaling", "fp32", choices=PRECISIONS
@@ -278,6 +291,8 @@ class Settings:
             self._check_elastic()
         elif self.max_restarts is not None:
             raise UsageError("--max-restarts is for --elastic, which is not given")
+        if not self.replace_wrong and not (self.elastic and self.recheck):
+            raise UsageError("--no-replace-wrong is for --elastic with --recheck: give both")
         self._check_virtual_ranks()
         if self.shard != "none":
             self._check_shard()
@@ -385,7 +400,8 @@ class Settings:
         # None of these changes the bits of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "quiet"}
-        indifferent |= {"timeline", "stragglers", "elastic", "max_restarts", "balance", "recheck"}
+        indifferent |= {"timeline", "stragglers", "elastic", "max_restarts", "replace_wrong"}
+        indifferent |= {"balance", "recheck"}
         # With `scale_lr` the length of the run determines the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")

@@ -210,14 +210,24 @@ class Recheck(Check):
 
 def check_machines(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
     """Raises a UsageError on every rank unless all can have the same bits. Collective."""
+    if difference := machine_difference(gather_objects(describe_machine(device), process_group)):
+        kind = UsageError if dist.get_rank(process_group) == 0 else PeerError
+        raise kind(
+            f"ranks can repeat each other's work only on equal machines: {difference}; leave "
+            f"recheck out, or give all the same"
+        )
+
+
+def describe_machine(device: torch.device) -> str:
+    """Describes what the bits of a computation here depend on."""
     name = gpu.product_name() if gpu.is_gpu(device) else processor_name()
-    mine = f"{name}, {torch.get_num_threads()} threads"
-    mine += f", {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
-    everyone = gather_objects(mine, process_group)
-    for rank, other in enumerate(everyone):
-        if other != everyone[0]:
-            kind = UsageError if dist.get_rank(process_group) == 0 else PeerError
-            raise kind(
-                f"ranks can repeat each other's work only on equal machines: rank 0 has "
-                f"{everyone[0]}, rank {rank} has {other}; leave recheck out, or give all the same"
-            )
+    text = f"{name}, {torch.get_num_threads()} threads"
+    return f"{text}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+
+
+def machine_difference(machines: Sequence[str]) -> str:
+    """Names the first rank whose machine is not as rank 0's, with both; "" if all are equal."""
+    for rank, machine in enumerate(machines):
+        if machine != machines[0]:
+            return f"rank 0 has {machines[0]}, rank {rank} has {machine}"
+    return ""

@@ -137,7 +137,9 @@ class Membership:
         self._ask_for_next(self._generation)
 
     def note_failure(self, step: int, error: BaseException) -> None:
-        self._say(failure=[step, f"{type(error).__name__}: {error}"])
+        is_peers = isinstance(error, CommunicationError)
+        wrong = isinstance(error, WrongResultError) and error.rank is not None and not is_peers
+        self._say(failure=[step, f"{type(error).__name__}: {error}"], wrong=wrong)
         if self.elastic:
             self.close()
 

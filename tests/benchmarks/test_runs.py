@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import runpy
 import shlex
 import sys
@@ -29,6 +30,7 @@ RUNS = {
     "allreduce": "--quick --bytes 4096 --collective all_reduce all_gather",
     "host_time": TWICE,
     "start_time": "--ranks 2 --rounds 1",
+    "drill": "--every 10",
     "survive": "--kills 2 --epochs 30 --no-torchrun",
     "timelines": f"{SMALL} --steps 2 --place {timelines.GLOO}",
 }
@@ -63,6 +65,9 @@ def test_runs(name, tmp_path, monkeypatch, capsys):
     assert samples
     if name == "survive":
         assert "2 kills: all " in printed
+    if name == "drill":
+        assert re.search(r"computes wrongly +named after .* s, 3 ranks after .* 4 ranks", printed)
+        assert " have the bits of one rank without a fault\n" in printed
 
 
 def test_every_benchmark_of_the_set_has_its_options():

@@ -60,6 +60,7 @@ def test_ranks_that_end_together(name):
 JOINED = Member(joined=1)
 TRAINED = JOINED._replace(max_world_size=8)
 RAISED = TRAINED._replace(failure=[6, "ValueError: no"])
+WRONG = TRAINED._replace(failure=[6, "WrongResultError: rank 1 computes wrongly"], wrong=True)
 ONE = Loss("process 1", KILL, report=TRAINED)
 OURS = JobState(running=2, remaining=2, has_state=True)
 NOBODY = JobState(running=0)
@@ -89,6 +90,13 @@ ELASTIC = {
     "no replacement is left": Case(
         *(ONE, OURS._replace(failures=3)),
         goes_on("was killed by SIGKILL: continuing with 2 ranks; all 3 replacements are used"),
+    ),
+    "it computes wrongly": Case(
+        *(ONE._replace(code=1, report=WRONG), OURS),
+        goes_on(
+            "ended with exit code 1: continuing with 2 ranks; starting another (failure 1 of 3)",
+            replace=True,
+        ),
     ),
     "its machine does not answer": Case(
         *(ONE._replace(lost_machine=2), OURS),
@@ -182,6 +190,31 @@ ELASTIC = {
 def test_ranks_that_are_replaced(name):
     case = ELASTIC[name]
     assert Elastic(3).verdict(case.loss, case.job) == case.verdict
+
+
+# Without `replace_wrong`.
+NOT_REPLACED = {
+    "it computes wrongly": Case(
+        *(ONE._replace(code=1, report=WRONG), OURS),
+        Verdict(
+            text="process 1 ended with exit code 1: continuing with 2 ranks; it computed wrongly, "
+            "and is not replaced"
+        ),
+    ),
+    "the last that has trained computes wrongly": Case(
+        *(ONE._replace(code=1, report=WRONG), OURS._replace(has_state=False)),
+        Verdict(1, f"process 1 ended with exit code 1: {NO_STATE_LEFT}"),
+    ),
+    "it is killed": ELASTIC["it is killed"],
+    "it raises": ELASTIC["it raises"],
+    "a signal stops it": ELASTIC["a signal stops it"],
+}
+
+
+@pytest.mark.parametrize("name", NOT_REPLACED)
+def test_ranks_that_computed_wrongly_are_not_replaced(name):
+    case = NOT_REPLACED[name]
+    assert Elastic(3, replace_wrong=False).verdict(case.loss, case.job) == case.verdict
 
 
 SILENT = "machine 1 has not answered for 6 s"

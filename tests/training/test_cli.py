@@ -19,6 +19,7 @@ REFUSED = {
     "--lr 1e308": "--lr must be a positive number, at most 1e+30, got 1e+308",
     "--optimizer adamw --momentum 0.5": "--momentum is for sgd and muon, not adamw: leave it out",
     "--optimizer muon --elastic --precision fp16": "--elastic cannot repeat the loss scaling of",
+    "--check 0": f"--check {SECONDS}, got 0.0",
     "--timeout 0": f"--timeout {SECONDS}, got 0.0",
     "--bucket-cap-mb auto": "argument --bucket-cap-mb: invalid float value: 'auto'; see --help",
     "--bucket-cap-mb -1": "--bucket-cap-mb must be 0 or more, got -1.0",
@@ -33,6 +34,7 @@ REFUSED = {
     "--resume auto": "--resume auto needs --checkpoint-dir, which is not given",
     "--no-shared-memory --backend mpi": "--no-shared-memory is for gloo, and the backend is mpi",
     "--max-restarts 2": "--max-restarts is for --elastic, which is not given",
+    "--elastic --no-replace-wrong": "--no-replace-wrong is for --elastic with --recheck: give",
     "--elastic --backend mpi": "--elastic is for gloo, and the backend is mpi: leave one",
     "--elastic --timeline t": "--timeline cannot be used with --elastic: leave one out",
     "--master-port 65536": "--master-port must be 1 to 65535, got 65536",
@@ -40,7 +42,7 @@ REFUSED = {
     "test": "test needs --checkpoint FILE, the model to evaluate",
     **{
         f"test --checkpoint x.pt {option}": f"{option.split()[0]} has no meaning for test"
-        for option in ("--lr 0.1", "--compress bf16", "--no-overlap", "--check-sync", "--resume x")
+        for option in ("--lr 0.1", "--compress bf16", "--no-overlap", "--check", "--resume x")
     },
     # An unknown word is named.
     "evaluate": "the command must be train or test, got 'evaluate'; see --help",
@@ -94,6 +96,7 @@ def test_options_reach_their_settings():
     assert (options.nproc, options.node_rank) == ("8,2", 1)
     assert (options.master_addr, options.master_port) == ("h", 1)
     assert parse(["--check-sync"])[0] == Settings(check_sync=0)
+    assert parse(["--check"])[0].check == 60
     assert parse(["--compress", "powersgd"])[0].powersgd_rank == 2
 
     arguments = "test --checkpoint x.pt --dataset fake --batch-size 5 --precision bf16 --quiet"

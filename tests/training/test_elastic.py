@@ -68,18 +68,25 @@ def quiet(ranks, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_rank_that_computes_wrongly_leaves(tmp_path, quiet):
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ([], "starting another (failure 1 of 3)"),
+        (["--no-replace-wrong"], "it computed wrongly, and is not replaced"),
+    ],
+)
+def test_a_rank_that_computes_wrongly_leaves(option, told, tmp_path, quiet):
     fault = """
 if me == "1":
     from ddp_from_scratch.training import loop
     right = loop.cross_entropy
     loop.cross_entropy = lambda outputs, labels: right(outputs * (1 + 2**-22), labels)
 """
-    with job(tmp_path, fault, "--elastic", "--recheck", "1", "--epochs", "3") as run:
+    with job(tmp_path, fault, "--elastic", "--recheck", "1", "--epochs", "3", *option) as run:
         text = end(run)
     assert "rank 1 on " in text
     assert " computes wrongly: in step 0, the gradient of " in text
-    assert "process 1 ended with exit code 1: continuing with 2 ranks; starting another" in text
+    assert f"process 1 ended with exit code 1: continuing with 2 ranks; {told}" in text
     assert contents(tmp_path / "checkpoints") == quiet
 
 

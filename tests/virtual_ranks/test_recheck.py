@@ -14,6 +14,7 @@ from ddp_from_scratch.common.errors import PeerWrongResultError
 from ddp_from_scratch.virtual_ranks.deal import equal_counts, parts_of
 from ddp_from_scratch.virtual_ranks.recheck import Case
 from tests.support.on_ranks import on
+from tests.support.recheck_soak import soak
 from tests.support.tiers import slow
 from tests.virtual_ranks.programs import FIRST_TIER, STEPS, Training, bits_of, by_definition
 
@@ -54,6 +55,17 @@ def test_checks_change_no_bit_and_raise_no_false_alarm(ranks, crew):
     backend, _, size = crew.partition("-")
     for name in FIRST_TIER:
         assert set(ranks(backend, int(size))(rechecked, name)) == {by_definition(name)}, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("crew", ["gloo-3", "mpi-2"])
+def test_many_healthy_steps_raise_no_alarm(ranks, crew):
+    backend, _, size = crew.partition("-")
+    assert len({*ranks(backend, int(size))(soaked, limit=120)}) == 1
+
+
+def soaked(world):
+    return soak(300, world.world_size)
 
 
 class Faulty:
