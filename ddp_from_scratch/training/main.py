@@ -23,6 +23,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import UsageError
@@ -121,10 +122,8 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     settings, options = parse(arguments, program)
     with needs_extra("train"):
         import tqdm  # noqa: F401  # before any rank starts: each would report that it is missing
-    if settings.elastic and settings.virtual_ranks is None:
-        # Equal on all ranks, which read the same command line.
-        least = sum(_counts(settings, options))
-        settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
+    if settings.elastic:
+        settings = _with_defaults_of_elastic(settings, _counts(settings, options))
     launcher = ddp.launcher()
     # The interactive shell of `srun --pty bash` is a step with a single task.
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS") if launcher == "srun" else None
@@ -139,7 +138,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                 f"--elastic is for starting without a launcher: {launcher} ends or restarts all "
                 f"ranks when one fails"
             )
-        for name in ("nproc", "node_rank", "master_addr", "master_port", *_OF_OUTPUT):
+        for name in ("nproc", "bind", "node_rank", "master_addr", "master_port", *_OF_OUTPUT):
             if getattr(options, name) not in (None, False):
                 raise UsageError(
                     f"{option_of(name)} is for starting without a launcher, but {launcher} has "
@@ -154,7 +153,8 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     from ddp_from_scratch.training.evaluation import test
     from ddp_from_scratch.training.loop import Trainer
 
-    with ddp.process_group(settings.backend, timeout=settings.timeout) as world:
+    how: dict[str, Any] = {"timeout": settings.timeout, "threads": settings.threads or "auto"}
+    with ddp.process_group(settings.backend, **how) as world:
         if options.command == "test":
             assert options.checkpoint is not None, "`parse` has seen it"
             test(settings, options.dataset, options.checkpoint, world)
@@ -162,6 +162,17 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
         # As a shell reports it. Every rank returns the same.
         number = Trainer(settings, world).run()
         return 128 + number if number else 0
+
+
+def _with_defaults_of_elastic(settings: Settings, counts: Sequence[int]) -> Settings:
+    """Returns what is equal on all ranks, which read the same command line."""
+    if settings.virtual_ranks is None:
+        least = sum(counts)
+        settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
+    if settings.threads is None and len(counts) > 1:
+        # Bits depend on it, and a machine that joins later may have other cores.
+        settings = replace(settings, threads=1)
+    return settings
 
 
 def _start(settings: Settings, options: Command, command: Sequence[str]) -> int | None:
@@ -188,8 +199,10 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         )
     if settings.elastic and options.debug_rank is not None:
         raise UsageError("--debug-rank cannot be used with --elastic: leave one of them out")
+    # Where the work is on GPUs, the cores are for what feeds them.
+    bind = options.bind or ("none" if backend == "nccl" else "auto")
     if backend == "mpi":
-        return ddp.start_mpirun(counts[0], command)
+        return ddp.start_mpirun(counts[0], command, bind=bind)
     allowed = settings.max_restarts if settings.max_restarts is not None else MAX_RESTARTS
     must_match = {}
     if settings.elastic and len(counts) > 1:
@@ -210,6 +223,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         output_prefix=options.output_prefix,
         output_ranks=_ranks(options.output_ranks, sum(counts)),
         output_dir=options.output_dir,
+        bind=bind,
     )
 
 
