@@ -168,7 +168,7 @@ def run(part: Part, seconds: float, folder: Path) -> Outcome:
             code = child.wait(max(seconds - _GRACE_S, seconds / 2))
             state = "done" if code == 0 else f"FAILED with exit code {code}"
         except subprocess.TimeoutExpired:
-            state = f"cut off after {seconds:.0f} s"
+            state = f"cut off after {time.monotonic() - began:.0f} s"
         finally:
             _end(child)
         output.seek(0)

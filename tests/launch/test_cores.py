@@ -1,12 +1,13 @@
 """Cores are divided along sockets and NUMA nodes, on machines that are files; and real ranks."""
 
 import os
+import subprocess
 import sys
 from itertools import product
 
 import pytest
 
-from ddp_from_scratch import start_ranks
+from ddp_from_scratch import start_mpirun, start_ranks
 from ddp_from_scratch.launch.cores import (
     Core,
     advice,
@@ -264,3 +265,80 @@ def test_ranks_are_bound_forked_and_executed(bind, how, tmp_path, monkeypatch):
     else:
         plan = divide(read(own_cpus()), 2)
         assert told == [f"{numbers(cpus)} {plan.threads}" for cpus in plan.cpus]
+
+
+ON_MPI = """
+import os, sys
+import torch
+import ddp_from_scratch as ddp
+with ddp.process_group("mpi") as world:
+    text = f"{sorted(os.sched_getaffinity(0))} {torch.get_num_threads()} {world.cpus}"
+    open(f"{sys.argv[1]}/{world.rank}", "w").write(text)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(own_cpus()) < 2, reason="one CPU")
+def test_ranks_of_a_mpirun_that_is_started_here_are_bound(tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for ranks in (1, 2):
+        command = [sys.executable, "-c", ON_MPI, str(tmp_path)]
+        assert start_mpirun(ranks, command) == 0
+        plan = divide(read(own_cpus()), ranks)
+        cpus = plan.cpus or [as_text(own_cpus())]
+        assert [(tmp_path / str(rank)).read_text() for rank in range(ranks)] == [
+            f"{numbers(own)} {plan.threads} {(*cpus,)}" for own in cpus
+        ]
+
+
+# A rank is bound to its own core, and its data loader has those of all.
+DATA = """
+import os
+from torch.utils.data import Dataset
+class Where(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return len(os.sched_getaffinity(0)), index
+"""
+LOADS = """
+import os, pathlib, sys
+import ddp_from_scratch as ddp
+from ddp_from_scratch.training.datasets import make_loader
+from ddp_from_scratch.training.settings import Settings
+from where_it_is import Where
+if __name__ == "__main__":
+    with ddp.process_group("gloo") as world:
+        loader = make_loader(Where(), Settings(workers=1), world, train=False)
+        found = {count.item() for counts, _ in loader for count in counts}
+        text = f"{len(os.sched_getaffinity(0))} {found}"
+        pathlib.Path(sys.argv[1], str(world.rank)).write_text(text)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(own_cpus()) != 2, reason="not two CPUs")
+def test_data_loaders_have_all_cores_if_none_is_left(tmp_path):
+    (tmp_path / "where_it_is.py").write_text(DATA)
+    (program := tmp_path / "program.py").write_text(LOADS)
+    assert start_ranks([sys.executable, str(program), str(tmp_path)], [2]) == 0
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["1 {2}"] * 2
+
+
+NOTED = """
+import ddp_from_scratch as ddp
+with ddp.process_group("gloo", threads={}):
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(read(own_cpus()).cores) < 2, reason="one core")
+@pytest.mark.parametrize(("threads", "count"), [(100, 1), ("'auto'", 0), (1, 0)])
+def test_a_launcher_that_crowds_cores_is_told_once_for_each_machine(threads, count):
+    ranks = len(read(own_cpus()).cores)
+    command = ["torchrun", "--no-python", "--nproc-per-node", str(ranks), sys.executable]
+    done = subprocess.run(
+        [*command, "-c", NOTED.format(threads)], capture_output=True, text=True, check=True
+    )
+    assert done.stderr.count("set OMP_NUM_THREADS=1, or pass threads='auto'") == count
