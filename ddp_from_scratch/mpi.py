@@ -31,6 +31,7 @@ from ddp_from_scratch.backend.mpi_start import within
 from ddp_from_scratch.backend.process_group import register_backend
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.cores import as_text, own_cpus
 from ddp_from_scratch.launch.environment import Placement
 
 if TYPE_CHECKING:
@@ -93,11 +94,12 @@ def placement() -> Placement:
     world = MPI.COMM_WORLD
     # Ranks that can share memory form a node. Host names will not do: containers may share one.
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    leader = node.bcast(world.rank)
+    local = node.allgather((world.rank, as_text(own_cpus())))
+    leader = local[0][0]
     leaders = sorted(set(world.allgather(leader)))  # nodes count in the order of their lowest rank
-    found = Placement(world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun")
+    place = (world.rank, world.size, node.rank, node.size, leaders.index(leader), "mpirun")
     node.Free()
-    return found
+    return Placement(*place, cpus=tuple(cpus for _, cpus in local))
 
 
 def check_launcher(environ: Mapping[str, str] = os.environ) -> None:

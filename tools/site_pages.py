@@ -22,7 +22,16 @@ FOLDERS = ("docs", "tutorial", "examples", "benchmarks")
 CODE = ("ddp_from_scratch", "tutorial", "examples", "benchmarks", "tools")
 # What a reader needs first stands first.
 HOW_TO = (
-    *("start", "torch-ddp", "from-horovod", "checkpoints", "uneven-data", "models", "buckets"),
+    *(
+        "start",
+        "cores",
+        "torch-ddp",
+        "from-horovod",
+        "checkpoints",
+        "uneven-data",
+        "models",
+        "buckets",
+    ),
     *("optimizers", "comm-hooks", "find-faults", "timeline", "gpu", "mpi", "shared-memory"),
     *("slurm", "clusters", "elastic", "same-bits", "observers"),
 )

@@ -4,6 +4,7 @@ Examples:
     {program}                                  an MLP, 2 ranks
     {program} --model resnet50 --optimizer adamw --nproc 4
     {program} --model my_file.py:make --backend gloo mpi
+    {program} --model my_file.py:make --layouts       how many ranks to start
 
 Your own model is a function in a file that returns a module, a batch and, optionally, a loss:
 
@@ -36,6 +37,10 @@ torch's optimizers use fused=True, their fastest form. Contenders take turns in 
 --way has two alternatives: with "kept", glibc also keeps freed memory; with "alone", each contender
 gets its own processes, and a model pays for new memory from the system in each step.
 
+--layouts times the ways to divide this machine's cores among ranks, such as 1 x 4, 2 x 2 and 4 x 1
+(ranks x threads), with torch's DDP and this library, in samples per second. The machine's batch is
+the same in all: one of the model's batches for each core, joined along their first dimension.
+
 Run nothing else meanwhile. Otherwise the table says so, and gives no verdict.
 """
 
@@ -50,6 +55,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+from ddp_from_scratch.bench import layouts
 from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
 from ddp_from_scratch.bench.results import Run, Samples, compact_json, save, table, verdict
 from ddp_from_scratch.bench.timing import WAYS, BenchmarkJob, Content, default_ranks, measure
@@ -78,6 +84,8 @@ def main(
         return _under_launcher(options)
     for name in options.model:
         workload(name)  # reports a mistake before the first job runs
+    if options.layouts:
+        return _compare_layouts(options)
     for nproc, name in product(options.nproc, options.model):
         job = _job(options, name, nproc)
         ways = [replace(job, way=way) for way in options.way]
@@ -101,7 +109,9 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     text = f"backends in one table (default here: {' '.join(backends)})"
     add("--backend", nargs="+", choices=("gloo", "mpi", "nccl"), default=backends, help=text)
     text = f"ranks (default: {ranks})"
-    add("--nproc", type=int, nargs="+", default=[ranks], metavar="N", help=text)
+    add("--nproc", type=int, nargs="+", metavar="N", help=text)
+    add("--threads", type=int, metavar="N", help="threads of a rank (default: 1)")
+    add("--layouts", action="store_true", help="compare ranks x threads on all cores")
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
     text = "how contenders run (default: interleaved)"
     add("--way", nargs="+", choices=WAYS, default=["interleaved"], help=text)
@@ -116,15 +126,29 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     add("--job", type=Path, help=argparse.SUPPRESS)  # of a rank: a file
     add("--into", type=Path, help=argparse.SUPPRESS)  # where rank 0 puts its part
     options = parser.parse_args(arguments)
+    _check_layouts(options)
+    options.nproc = options.nproc or [ranks]
+    options.threads = 1 if options.threads is None else options.threads
     if not 0 < options.seconds < math.inf:
         raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
     if options.rounds is not None and options.rounds < 2:
         raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
-    if min(options.nproc) < 1:
-        raise UsageError(f"--nproc must be 1 or more, got {min(options.nproc)}")
+    for option, least in {"--nproc": min(options.nproc), "--threads": options.threads}.items():
+        if least < 1:
+            raise UsageError(f"{option} must be 1 or more, got {least}")
     if "nccl" in options.backend and len(set(options.backend)) > 1:
         raise UsageError(f"--backend nccl has a table of its own, got {' '.join(options.backend)}")
     return options
+
+
+def _check_layouts(options: argparse.Namespace) -> None:
+    if not options.layouts:
+        return
+    for name in ("nproc", "threads"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--layouts chooses --{name}: leave it out")
+    if "nccl" in options.backend or len(options.way) > 1:
+        raise UsageError("--layouts is for gloo and mpi, in one --way")
 
 
 def _default_backends() -> list[str]:
@@ -140,15 +164,18 @@ def _job(options: argparse.Namespace, model: str, nproc: int) -> BenchmarkJob:
     backends, chosen = list(dict.fromkeys(options.backend)), options.contender
     shows = sys.stderr.isatty()
     return BenchmarkJob(
-        model,
-        backends,
-        nproc,
-        options.optimizer,
-        chosen,
-        options.seconds,
-        options.rounds,
+        *(model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds),
+        threads=options.threads,
         shows=shows,
     )
+
+
+def _compare_layouts(options: argparse.Namespace) -> int:
+    for name in options.model:
+        job = replace(_job(options, name, 1), way=options.way[0])
+        job = replace(job, chosen=options.contender or layouts.COMPARED)
+        print(f"\n{layouts.compare(job, WAYS[job.way][0], options.results)}", flush=True)
+    return 0
 
 
 def report(job: BenchmarkJob, content: Content, results: Path | None) -> Run:
@@ -166,6 +193,8 @@ def report(job: BenchmarkJob, content: Content, results: Path | None) -> Run:
 
 def _under_launcher(options: argparse.Namespace) -> int:
     """Runs this rank's part of one table, under torchrun, srun or mpirun."""
+    if options.layouts:
+        raise UsageError("--layouts starts its ranks itself: leave the launcher out")
     if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
         raise UsageError("under a launcher give one --model, one --backend and no --way")
     job = _job(options, options.model[0], environment.started() or 1)

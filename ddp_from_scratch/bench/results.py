@@ -214,7 +214,7 @@ def describe() -> dict[str, Any]:
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", *but_results)
     return {
         "processor": processor_name(),
-        "cores": len(os.sched_getaffinity(0)),  # that this process may use
+        "cores": usable_cpus(),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1),
         "gpu": gpu.product_name(),
         "kernel": platform.release(),
@@ -225,6 +225,11 @@ def describe() -> dict[str, Any]:
         "commit": _git("rev-parse", "--short", "HEAD") if tracked else None,
         "uncommitted_changes": None if changed is None else bool(changed),
     }
+
+
+def usable_cpus() -> int:
+    """Returns how many CPUs this job may use: a rank may be bound to some of its launcher's."""
+    return max(len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
 
 
 def _git(*arguments: str) -> str | None:

@@ -26,7 +26,14 @@ from ddp_from_scratch.bench.contenders import (
     contenders,
     rows,
 )
-from ddp_from_scratch.bench.results import NO_COMMUNICATION, Run, Samples, content_of, disturbance
+from ddp_from_scratch.bench.results import (
+    NO_COMMUNICATION,
+    Run,
+    Samples,
+    content_of,
+    disturbance,
+    usable_cpus,
+)
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
@@ -59,6 +66,8 @@ class BenchmarkJob:
     way: str = "interleaved"
     own: str = ""  # the ranks' own backend; "" prefers mpi, whose ranks can open other groups, too
     shows: bool = False  # a line on standard error, a terminal, that says what is done now
+    threads: int = 1  # of a rank
+    batches: int = 1  # of the workload, joined to a rank's batch
 
     @property
     def rows(self) -> list[ContenderSpec]:
@@ -74,18 +83,19 @@ class BenchmarkJob:
         model = "-".join(Path(self.model).name.replace(".py:", "-").split())
         parts = [f"step_time-{model}-{'+'.join(self.backends)}-{self.nproc}"]
         parts += [self.optimizer] if self.optimizer != "sgd" else []
+        parts += [f"{self.threads}-threads"] if self.threads > 1 else []
         return "-".join([*parts, *([self.way] if self.way != "interleaved" else [])])
 
     def title(self, of: Workload) -> str:
         optimizer = f"fused {OPTIMIZERS[self.optimizer].name} in rows with torch's optimizer"
-        return f"{of.name}; {' and '.join(self.backends)}, {self.nproc} ranks; {optimizer}"
+        ranks = f"{self.nproc} ranks" + (f" x {self.threads} threads" if self.threads > 1 else "")
+        return f"{of.name}; {' and '.join(self.backends)}, {ranks}; {optimizer}"
 
 
 def measure(job: BenchmarkJob) -> dict[str, Any] | None:
     """Times the contenders on this rank. Returns the file's content on rank 0."""
-    # More threads would take the other ranks' cores.
-    torch.set_num_threads(1)
-    of = workload(job.model)
+    torch.set_num_threads(job.threads)
+    of = workload(job.model).joined(job.batches)
     with process_group(job.backend) as world:
         # Sorted, since making a group is collective and needs the same order on all ranks.
         others = sorted({spec.group for spec in job.rows if spec.group} - {world.backend})
@@ -113,10 +123,12 @@ def measure(job: BenchmarkJob) -> dict[str, Any] | None:
             nproc=world.world_size,
             optimizer=job.optimizer,
             way=job.way,
+            threads=job.threads,
         )
-        if world.device.type == "cpu" and world.world_size == world.local_world_size:
-            cores = len(os.sched_getaffinity(0))
-            content["disturbed"] = disturbance(Run(samples).alone, world.world_size, cores)
+        on_one = world.device.type == "cpu" and world.world_size == world.local_world_size
+        if on_one and job.threads == 1:  # several threads wait for each other
+            alone = Run(samples).alone
+            content["disturbed"] = disturbance(alone, world.world_size, usable_cpus())
         return content
 
 

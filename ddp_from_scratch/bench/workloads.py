@@ -3,7 +3,7 @@
 import runpy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ddp_from_scratch.common.errors import PeerError, UsageError, one_line
 from ddp_from_scratch.launch.rank_process import is_communication_error
@@ -33,6 +34,22 @@ class Workload:
     model: Callable[[], nn.Module]  # initialised with torch's random generator
     batch: Callable[[], Any]  # an argument of `loss`
     loss: Loss = _classification_loss
+
+    def joined(self, count: int) -> "Workload":
+        """Returns the same with batches of `count` times as many samples, the first dimension."""
+        if count == 1:
+            return self
+
+        def join(*parts: Any) -> Any:
+            is_batch = isinstance(parts[0], torch.Tensor) and parts[0].dim() > 0
+            return torch.cat(parts) if is_batch else parts[0]
+
+        return replace(self, batch=lambda: tree_map(join, *(self.batch() for _ in range(count))))
+
+    def samples(self) -> int:
+        """Returns the number of samples in a batch: the length of its first tensor."""
+        leaves = tree_leaves(self.batch())
+        return next((len(t) for t in leaves if isinstance(t, torch.Tensor) and t.dim()), 1)
 
 
 def workload(name: str) -> Workload:

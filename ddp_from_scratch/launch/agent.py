@@ -18,12 +18,15 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import BinaryIO, TypeAlias
 
 from ddp_from_scratch.common.process import stat_fields
 from ddp_from_scratch.launch.claim import environment_without_rank
+from ddp_from_scratch.launch.cores import bind_to
 from ddp_from_scratch.launch.debugging import has_stdin
+from ddp_from_scratch.launch.environment import CPUS
 from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
 from ddp_from_scratch.launch.nodes import Link, MachineRegistry
 from ddp_from_scratch.launch.output import OUTPUT, Output
@@ -69,6 +72,8 @@ class Agent:
     name: str = "rank {}"  # of a member
     debugs: bool = False  # whether one rank reads this process's standard input
     output: Output | None = None  # None: ranks write to this process's own output
+    variables: dict[str, str] = field(default_factory=dict)  # of all ranks and their server
+    cpus: Sequence[str] = ()  # for a process each; more than these are not bound
 
     _pause = 0.05  # seconds between two looks at the ranks
 
@@ -76,6 +81,7 @@ class Agent:
         self._server: ForkServer | None = None
         self._children: dict[int, Child] = {}
         self._living: set[int] = set()  # those that have not ended, as far as is known
+        self._seats: dict[int, int] = {}  # the index in `cpus` of those that are bound
         # Handlers only append and `_pass_on` reads, because a signal may arrive between two starts.
         self._received: list[int] = []
         self._passed_on = 0
@@ -92,7 +98,7 @@ class Agent:
         code: int | None = None
         try:
             if can_fork(self.command):
-                self._server = ForkServer(self.preload, self.debugs)
+                self._server = ForkServer(self.preload, self.debugs, self.variables)
             for member in self.members:
                 self._start(member)
             while (code := self._look()) is None:
@@ -118,7 +124,9 @@ class Agent:
 
     def _launch(self, member: int) -> Child:
         # This process may be a rank of another job itself.
-        environ = environment_without_rank() | self.environment(member)
+        environ = environment_without_rank() | self.variables | self.environment(member)
+        cpus = self._cpus_for(member)
+        environ |= {CPUS: cpus} if cpus else {}
         path = None if self.output is None else self.output.open(member)
         if self._server is not None:
             environ |= {} if path is None else {OUTPUT: path}
@@ -135,8 +143,17 @@ class Agent:
                 stdout=pipes[0],
                 stderr=pipes[1],
                 start_new_session=True,
-                preexec_fn=self.set_up,
+                preexec_fn=partial(bind_to, cpus) if cpus else self.set_up,
             )
+
+    def _cpus_for(self, member: int) -> str:
+        """Returns CPUs that no running process has: a new one gets those of the one it replaces."""
+        taken = {self._seats[other] for other in self._running() if other in self._seats}
+        free = [seat for seat in range(len(self.cpus)) if seat not in taken]
+        if not free:
+            return ""
+        self._seats[member] = free[0]
+        return self.cpus[free[0]]
 
     def _remember(self, number: int, frame: FrameType | None = None) -> None:
         if number in _ENDS:

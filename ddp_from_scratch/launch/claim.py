@@ -21,7 +21,8 @@ _OF_RANKS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     r"|OMPI_(COMM_)?WORLD_.*|PMIX?_.*|MPI_LOCAL.*|PRTE_LAUNCHED"
     r"|SLURM_(PROCID|LOCALID|NODEID|STEPID|STEP_.*)"
-    r"|DDP_(STARTED_HERE|PARENT_PID|RENDEZVOUS_FILE|MACHINE_0|MEMBER|CLAIMED_BY|OUTPUT)"
+    r"|DDP_(STARTED_HERE|PARENT_PID|RENDEZVOUS_FILE|MACHINE_0|MEMBER|CLAIMED_BY|OUTPUT"
+    r"|CPUS|CPUS_OF_RANKS|WORKER_CPUS|THREADS)"
 )
 
 
@@ -36,7 +37,10 @@ def environment_without_rank(environ: Mapping[str, str] | None = None) -> dict[s
     start its own ranks. Removes the variables of torchrun, mpirun, srun and `start_ranks`.
     """
     variables = os.environ if environ is None else environ
-    return {name: value for name, value in variables.items() if not _OF_RANKS.fullmatch(name)}
+    found = {name: value for name, value in variables.items() if not _OF_RANKS.fullmatch(name)}
+    if found.get("OMP_NUM_THREADS") == variables.get(environment.THREADS):  # not the user's
+        found.pop("OMP_NUM_THREADS", None)
+    return found
 
 
 def claim_rank() -> None:

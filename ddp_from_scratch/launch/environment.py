@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_from_scratch.common.errors import UsageError
@@ -26,6 +26,13 @@ PARENT = "DDP_PARENT_PID"
 RENDEZVOUS_FILE = "DDP_RENDEZVOUS_FILE"  # the file for the rendezvous on a single machine
 MACHINE_0 = "DDP_MACHINE_0"  # machine 0's address; MASTER_ADDR leads to the agent on loopback
 MEMBER = "DDP_MEMBER"  # this process's number in an elastic job
+CPUS = "DDP_CPUS"  # those that a rank is bound to, as in 0-7
+CPUS_OF_RANKS = "DDP_CPUS_OF_RANKS"  # the same of all ranks that `start_mpirun` starts, by ";"
+WORKER_CPUS = "DDP_WORKER_CPUS"  # those of the data loaders of bound ranks, as in 0,1,2
+THREADS = "DDP_THREADS"  # of a rank: its share of the machine
+
+# A rank's number on its machine, from Open MPI and MPICH.
+MPI_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 
 BACKENDS = ("gloo", "nccl", "mpi")
 
@@ -42,6 +49,9 @@ class Placement:
     local_world_size: int
     node_rank: int
     launcher: str  # "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none"
+    # Of each process on this machine, the CPUs that it may use, as in "0-7,16"; known to ranks that
+    # have met.
+    cpus: tuple[str, ...] = field(default=(), kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
@@ -83,7 +93,7 @@ def launcher(environ: Mapping[str, str] | None = None) -> str:
 def reports_errors(environ: Mapping[str, str] = os.environ) -> bool:
     """True for the first rank of each machine, and for a process without a launcher."""
     # Ranks use this before they can communicate; usually all of them have the same error.
-    names = (MEMBER, "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+    names = (MEMBER, "LOCAL_RANK", *MPI_LOCAL_RANK, "SLURM_LOCALID")
     return next((environ[name] for name in names if name in environ), "0") == "0"
 
 
@@ -199,6 +209,12 @@ def temporary_folder() -> Path:
             "no folder for temporary files can be written to: set TMPDIR to one"
         ) from error
 
+
+# Variables with which Open MPI 5 and 4 leave all cores to all ranks.
+UNBOUND = {
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
 
 _MPI_SHM_NBYTES = 2**24  # what Open MPI may need in /dev/shm for a rank
 

@@ -23,11 +23,12 @@ from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import MappingProxyType, ModuleType, TracebackType
 
 from ddp_from_scratch.common.process import Process
 from ddp_from_scratch.launch import debugging
-from ddp_from_scratch.launch.environment import PARENT
+from ddp_from_scratch.launch.cores import bind_to
+from ddp_from_scratch.launch.environment import CPUS, PARENT
 from ddp_from_scratch.launch.output import OUTPUT, connect
 from ddp_from_scratch.launch.rank_process import die_with
 
@@ -81,7 +82,12 @@ class RemoteRank:
 class ForkServer:
     """The caller's end of a fork server, which imports torch and `preload` before any fork."""
 
-    def __init__(self, preload: Sequence[str] = (OPTIMIZERS,), keep_stdin: bool = False) -> None:
+    def __init__(
+        self,
+        preload: Sequence[str] = (OPTIMIZERS,),
+        keep_stdin: bool = False,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._connection, theirs = Pipe()
         self._ranks: list[RemoteRank] = []
         # The server's exit code if it has exited before its ranks (-N after signal N), else None.
@@ -94,6 +100,7 @@ class ForkServer:
                 ],
                 stdin=None if keep_stdin else subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
+                env=os.environ | variables,  # torch reads OMP_NUM_THREADS when it is imported
                 start_new_session=True,  # the agent forwards the terminal's Ctrl-C
             )
 
@@ -212,6 +219,7 @@ def _begin_rank(server: int, environ: dict[str, str]) -> None:
     os.setsid()
     os.environ.clear()
     os.environ.update(environ)
+    bind_to(environ.get(CPUS, ""))  # before the rank starts a thread
     if PARENT in environ:
         os.environ[PARENT] = str(Process.of(server))
     if not debugging.has_stdin(environ):

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ddp_from_scratch.common.errors import UsageError
-from ddp_from_scratch.launch import ancestors, environment
+from ddp_from_scratch.launch import ancestors, cores, environment
 from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.debugging import same_terminal_afterwards, variables
 from ddp_from_scratch.launch.elastic_agent import ElasticAgent, NodeAgent
@@ -51,6 +51,7 @@ def start_ranks(
     output_prefix: bool = False,
     output_ranks: Sequence[int] | None = None,
     output_dir: Path | str | None = None,
+    bind: str = "auto",
 ) -> int:
     """Runs a command or a function once for each rank of this machine; waits for all of them.
 
@@ -88,6 +89,10 @@ def start_ranks(
         output_ranks: the ranks whose output is shown; None means all.
         output_dir: a folder for a file with all output of each rank, `rank-2.log` (in an elastic
             job `process-2.log`). Output is appended to an existing file.
+        bind: "auto" gives each rank its own cores, within a NUMA node or socket if possible, and as
+            many threads, through OMP_NUM_THREADS unless that is set. With more ranks than cores, or
+            a cgroup's quota, no rank is bound. "cores" raises there. "socket" binds each rank to
+            the sockets of its cores. "none" changes nothing, as "auto" does on macOS.
 
     Returns:
         0 if every rank exited with 0; 128 + N after signal N; else the exit code of the first rank
@@ -95,9 +100,10 @@ def start_ranks(
 
     Raises:
         UsageError: the machines do not meet; a value is out of range; the function cannot be
-            pickled; or this is not the main thread.
+            pickled; `bind` is impossible; or this is not the main thread.
     """
     _check_job(counts, max_restarts, replace_wrong, stdin)
+    seats = _divide(counts[node_rank], bind)
     policy = _policy_of(max_restarts, replace_wrong)
     peers: MachineRegistry | Link | None = None
     output: Output | None = None
@@ -131,6 +137,7 @@ def start_ranks(
                 peers = Link(store, node_rank, job, timeout)
         else:
             common[environment.RENDEZVOUS_FILE] = str(folder / "rendezvous")
+        common_to_all: dict[str, Any] = {"output": output} | seats
         if isinstance(policy, FailTogether):
             here = environment.rank_environments(counts, node_rank)
             ranks = {int(variables["RANK"]): common | variables for variables in here}
@@ -138,7 +145,7 @@ def start_ranks(
                 ranks = {rank: own | variables(rank, stdin) for rank, own in ranks.items()}
             reads = stdin is not None and stdin in ranks
             return Agent(
-                *(command, ranks.__getitem__, ranks, preload, peers), debugs=reads, output=output
+                *(command, ranks.__getitem__, ranks, preload, peers), debugs=reads, **common_to_all
             ).run()
         (alone,) = environment.rank_environments([1], 0)  # its world until its first generation
 
@@ -148,7 +155,7 @@ def start_ranks(
             return common | alone | own
 
         if isinstance(peers, Link):
-            return NodeAgent(command, environment_of, (), preload, peers, output=output).run()
+            return NodeAgent(command, environment_of, (), preload, peers, **common_to_all).run()
         return ElasticAgent(
             command,
             environment_of,
@@ -158,7 +165,7 @@ def start_ranks(
             counts=counts,
             policy=policy,
             store=JobStore(store),
-            output=output,
+            **common_to_all,
         ).run()
 
 
@@ -188,7 +195,15 @@ def _check_job(
         )
 
 
-def start_mpirun(nproc: int, command: Sequence[str]) -> int:
+def _divide(ranks: int, bind: str) -> dict[str, Any]:
+    """Divides this machine's cores, and says how; returns what an `Agent` takes."""
+    plan = cores.plan_here(ranks, bind)
+    if plan.text:
+        say(plan.text)
+    return {"cpus": plan.cpus, "variables": cores.variables(plan, bind)}
+
+
+def start_mpirun(nproc: int, command: Sequence[str], *, bind: str = "auto") -> int:
     """Runs `mpirun -n nproc command` on this machine, and waits for it.
 
     The parent forwards Ctrl-C and SIGTERM, which Open MPI sends to the ranks as SIGUSR1.
@@ -196,16 +211,25 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
     Args:
         nproc: the number of ranks.
         command: the program and its arguments, as for `start_ranks`.
+        bind: as for `start_ranks`; ranks are bound in `ddp.process_group`. "none" leaves it to
+            mpirun.
 
     Returns:
         mpirun's exit code.
 
     Raises:
-        UsageError: there is no mpirun.
+        UsageError: there is no mpirun, or `bind` cannot be.
     """
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
+    plan = cores.plan_here(nproc, bind)
+    own = cores.variables(plan, bind)
+    if bind != "none":
+        defaults |= environment.UNBOUND
+        own[environment.CPUS_OF_RANKS] = ";".join(plan.cpus)
     say(f"starting: {shlex.join(full)}")
+    if plan.text:
+        say(plan.text)
     parent = os.getpid()
     read, write = os.pipe()
 
@@ -215,7 +239,7 @@ def start_mpirun(nproc: int, command: Sequence[str]) -> int:
 
     agent = Agent(
         full,
-        lambda _: defaults | os.environ,
+        lambda _: defaults | os.environ | own,
         range(1),
         # After other signals Open MPI kills its ranks 0.2 s later, too early for a checkpoint.
         ladder=(signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL),

@@ -321,7 +321,10 @@ def _start_fork_server(preload: str) -> None:
 
 
 def _begin_worker(_worker_id: int) -> None:
-    """Makes a worker end with its rank, and not before."""
+    """Makes a worker end with its rank, and not before; gives it cores that no rank computes on."""
+    # A bound rank computes on its own cores; what it starts inherits them.
+    if cpus := os.environ.get("DDP_WORKER_CPUS"):
+        os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
     # In its own process group: neither Ctrl-C nor a launcher's SIGTERM ends it early.
     os.setpgrp()
     # torch watches the parent, which is the fork server, and the server lives as long as its

@@ -463,12 +463,14 @@ class Trainer:
             "epoch": self.epoch,
             "step": self.step,
             "images": self.step * batch,  # of this epoch's permutation
-            "settings": self.settings.as_saved(),
+            "settings": self.settings.as_saved(torch.get_num_threads()),
             "world_size": self.world.world_size,
             "global_batch_size": batch,
         }
 
     def _restore(self, state: checkpoint.State) -> None:
+        if self.settings.keeps_threads:
+            torch.set_num_threads(state["settings"]["threads"])
         self.model.load_state_dict(state["model"])
         # Momentum and weight decay come from the settings, like all else.
         groups = {"param_groups": self.optimizer.state_dict()["param_groups"]}
@@ -541,7 +543,7 @@ class Trainer:
                 spec, model = self.model_spec, self.model
                 state = checkpoint.find_checkpoint(settings, spec, model, self.report)
         if state is not None:
-            changes = settings.changes_since(state["settings"])
+            changes = settings.changes_since(state["settings"], torch.get_num_threads())
             now = {} if settings.virtual_ranks else {"world_size": self.world.world_size}
             now["global_batch_size"] = self.sampler.global_batch_size
             changes += [f"{k} {state[k]} -> {v}" for k, v in now.items() if state[k] != v]
@@ -575,12 +577,13 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the run, for a rank that is behind or joins."""
         position = {"epoch": self.epoch, "step": self.step, "global_step": self.global_step}
-        return position | {"totals": self.totals}
+        return position | {"totals": self.totals, "threads": torch.get_num_threads()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over another rank's position."""
         self.epoch, self.step = state["epoch"], state["step"]
         self.global_step = state["global_step"]
+        torch.set_num_threads(state["threads"])
         self.totals.copy_(state["totals"])
 
 

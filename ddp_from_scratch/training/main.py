@@ -23,6 +23,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import UsageError
@@ -137,7 +138,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
                 f"--elastic is for starting without a launcher: {launcher} ends or restarts all "
                 f"ranks when one fails"
             )
-        for name in ("nproc", "node_rank", "master_addr", "master_port", *_OF_OUTPUT):
+        for name in ("nproc", "bind", "node_rank", "master_addr", "master_port", *_OF_OUTPUT):
             if getattr(options, name) not in (None, False):
                 raise UsageError(
                     f"{option_of(name)} is for starting without a launcher, but {launcher} has "
@@ -153,7 +154,8 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     from ddp_from_scratch.training.evaluation import test
     from ddp_from_scratch.training.loop import Trainer
 
-    with ddp.process_group(settings.backend, timeout=settings.timeout) as world:
+    how: dict[str, Any] = {"timeout": settings.timeout, "threads": settings.threads or "auto"}
+    with ddp.process_group(settings.backend, **how) as world:
         if settings.check is not None:
             return check(settings, world)
         if options.command == "test":
@@ -167,9 +169,14 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
 
 def _with_consequences(settings: Settings, options: Command) -> Settings:
     """Returns the settings with what follows from others: equal on all ranks."""
-    if settings.elastic and settings.virtual_ranks is None:
-        least = sum(_counts(settings, options))
-        settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
+    if settings.elastic:
+        counts = _counts(settings, options)
+        if settings.virtual_ranks is None:
+            virtual_ranks = 1 << (sum(counts) - 1).bit_length()  # a power of two
+            settings = replace(settings, virtual_ranks=virtual_ranks)
+        if settings.threads is None and len(counts) > 1:
+            # Bits depend on it, and a machine that joins later may have other cores.
+            settings = replace(settings, threads=1)
     if settings.check is not None:  # which a lost rank ends
         settings = replace(settings, elastic=False, max_restarts=None, replace_wrong=True)
     return settings
@@ -199,8 +206,10 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         )
     if settings.elastic and options.debug_rank is not None:
         raise UsageError("--debug-rank cannot be used with --elastic: leave one of them out")
+    # Where the work is on GPUs, the cores are for what feeds them.
+    bind = options.bind or ("none" if backend == "nccl" else "auto")
     if backend == "mpi":
-        return ddp.start_mpirun(counts[0], command)
+        return ddp.start_mpirun(counts[0], command, bind=bind)
     allowed = settings.max_restarts if settings.max_restarts is not None else MAX_RESTARTS
     must_match = {}
     if settings.elastic and len(counts) > 1:
@@ -222,6 +231,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         output_prefix=options.output_prefix,
         output_ranks=_ranks(options.output_ranks, sum(counts)),
         output_dir=options.output_dir,
+        bind=bind,
     )
 
 

@@ -4,6 +4,7 @@ Does not import torch, so --help and mistakes are answered at once.
 """
 
 import math
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -66,13 +67,23 @@ def _check(options: Any) -> None:
 GROUPS = ("processes", "data", "training", "synchronisation", "output")
 _processes, _data, _training, _synchronisation, _kept = (partial(_option, g) for g in GROUPS)
 
+
+def _number_or_auto(text: str) -> int | None:
+    try:
+        return None if text == "auto" else int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"must be a number or auto, got {text!r}") from None
+
+
 # The limits of values, and how argparse reads them.
 _MOST, _LARGEST = 10**9, 1e30  # float32 ends at 3e38
 _COUNT = _must(f"1 to {_MOST:,}", lambda value: 1 <= value <= _MOST, int, "N")
 _FROM_0 = _must("0 or more", lambda value: value >= 0, int, "N")
 _FROM_1 = _must("1 or more", lambda value: value >= 1, int, "N")
 _SEED = _must("0 to 2**62 - 1", lambda value: 0 <= value < 2**62, int, "N")
-_THREADS = _must(f"1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE, int, "N")
+_THREADS = _must(
+    f"auto, or 1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE, _number_or_auto, "N|auto"
+)
 _WORKERS = _must(f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE, int, "N")
 _VIRTUAL_RANKS = _must(
     "a power of two", lambda value: value > 0 and value.bit_count() == 1, int, "V"
@@ -109,6 +120,11 @@ class Command:
     )
     master_port: int | None = _processes(
         "port of machine 0, for machines that have its DDP_SECRET (default: 29500)", **_PORT
+    )
+    bind: str | None = _processes(
+        "give each rank cores of its own (cores), or the sockets of its cores (socket), or all "
+        "cores (none); auto, the default: cores, if there are enough. Only without a launcher",
+        choices=("auto", "none", "cores", "socket"),
     )
     debug_rank: int | None = _processes(
         "the rank that reads the terminal, for breakpoint(); the others wait for it without a "
@@ -155,7 +171,11 @@ class Settings:
         60.0,
         **_STALL,
     )
-    threads: int = _processes("CPU threads per process", 1, **_THREADS)
+    threads: int | None = _processes(
+        "CPU threads per process; auto, the default: one for each core of its own, or its share of "
+        "the machine's cores",
+        **_THREADS,
+    )
     dataset: str = _data(
         "digits comes with the project; test uses the dataset that the model was trained on",
         "digits",
@@ -392,21 +412,30 @@ class Settings:
             if name not in _OWN
         }
 
-    def as_saved(self) -> dict[str, Any]:
-        return {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+    @property
+    def keeps_threads(self) -> bool:
+        """True if a resumed run takes the threads of its checkpoint, on which bits depend."""
+        return self.threads is None and self.virtual_ranks is not None
 
-    def changes_since(self, saved: dict[str, Any]) -> list[str]:
+    def as_saved(self, threads: int) -> dict[str, Any]:
+        """Returns the settings for a checkpoint; a rank computes with this many `threads`."""
+        saved = {k: str(v) if isinstance(v, Path) else v for k, v in vars(self).items()}
+        return saved | {"threads": threads}
+
+    def changes_since(self, saved: dict[str, Any], threads: int) -> list[str]:
         """Lists the differences from a checkpoint's settings that matter, as "lr 0.1 -> 0.2"."""
         # None of these changes the bits of a step.
         indifferent = {"data_dir", "download", "workers", "timeout", "checkpoint_dir", "resume"}
         indifferent |= {"log_dir", "check_sync", "stall_after", "quiet"}
         indifferent |= {"timeline", "stragglers", "elastic", "max_restarts", "replace_wrong"}
         indifferent |= {"balance", "recheck"}
+        if self.keeps_threads:
+            indifferent.add("threads")
         # With `scale_lr` the length of the run determines the warm-up.
         if not self.scale_lr:
             indifferent.add("epochs")
         return [
             f"{name} {saved[name]} -> {value}"
-            for name, value in self.as_saved().items()
+            for name, value in self.as_saved(threads).items()
             if name not in indifferent and saved.get(name, value) != value
         ]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ddp_from_scratch.backend.transport import this_machine
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import environment
+from ddp_from_scratch.launch.cores import as_text, own_cpus
 from ddp_from_scratch.launch.environment import Placement
 
 _LOOK_S = 0.5  # at most, between two looks at whether the others arrived or report an error
@@ -30,12 +31,14 @@ class Arrival:
     machine: str
     local: dict[str, int]  # those of LOCAL_RANK and LOCAL_WORLD_SIZE that are set
     process: str  # a name that no other process has
+    cpus: str = ""  # that it may use, as in "0-7"
 
 
 def this_arrival(backend: str, placement: Placement) -> Arrival:
     """Returns this process's view of the job."""
     local = environment.local_variables(placement)
-    return Arrival(backend, placement.world_size, this_machine(), local, _this_process())
+    who, cpus = _this_process(), as_text(own_cpus())
+    return Arrival(backend, placement.world_size, this_machine(), local, who, cpus)
 
 
 class Meeting:
@@ -154,10 +157,12 @@ def _complete(placement: Placement, came: Sequence[Arrival]) -> Placement:
                 f"{_listed(sorted(arrival.local))}: set LOCAL_RANK and LOCAL_WORLD_SIZE on all "
                 f"ranks, or on none"
             )
-    if placement.is_complete:
-        return placement
     rank, machines = placement.rank, [arrival.machine for arrival in came]
     mine = machines[rank]
+    cpus = tuple(arrival.cpus for arrival in came if arrival.machine == mine)
+    placement = replace(placement, cpus=cpus)
+    if placement.is_complete:
+        return placement
     placement = replace(
         placement,
         local_rank=machines[:rank].count(mine),

@@ -26,10 +26,17 @@ from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch import debugging, environment
 from ddp_from_scratch.launch.claim import claim_rank
+from ddp_from_scratch.launch.cores import bind_local_rank
 from ddp_from_scratch.launch.environment import BACKENDS, MAX_TIMEOUT, Placement
 from ddp_from_scratch.launch.rank_process import die_with_launcher
 from ddp_from_scratch.node import gloo_alone
 from ddp_from_scratch.world.meeting import Meeting, require_same_backend, this_arrival, waited
+from ddp_from_scratch.world.threads import (
+    Threads,
+    check_threads,
+    note_lost_cores,
+    set_threads,
+)
 
 # Counts groups. All ranks open the same ones, so the number names a group on all of them.
 _opened = count()
@@ -48,6 +55,7 @@ class World(Placement):
         launcher: "torchrun" (also for `start_ranks`), "mpirun", "srun" or "none".
         backend: "gloo", "nccl" or "mpi".
         device: the device for the model and its inputs.
+        cpus: of each process on this machine, the CPUs that it may use, as in "0-7,16".
     """
 
     backend: str
@@ -68,7 +76,7 @@ class World(Placement):
 _until_exit = weakref.WeakKeyDictionary[dist.ProcessGroup, World]()
 
 
-def process_group(backend: str, *, timeout: float = 600.0) -> World:
+def process_group(backend: str, *, timeout: float = 600.0, threads: Threads = None) -> World:
     """Connects this process with the others that its launcher has started.
 
         with ddp.process_group("gloo") as world:     # closed at the end of the block
@@ -83,6 +91,10 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         backend: "gloo" (CPU), "nccl" (one GPU per process; a module on several GPUs needs a group
             of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
         timeout: seconds that a collective, or the rendezvous at the start, may take.
+        threads: CPU threads of this rank; "auto": as many as it has cores, or its share of those
+            that the machine's ranks may all use. None leaves torch's number. If a launcher leaves
+            cores idle, or gives them more threads than can run, each machine's first rank logs a
+            line, except with nccl.
 
     Raises:
         UsageError: the backend is unknown or cannot be used here; some ranks did not arrive in
@@ -93,10 +105,13 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
         raise UsageError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if not 0 < timeout <= MAX_TIMEOUT:
         raise UsageError(f"timeout must be 0 to {MAX_TIMEOUT:,.0f} seconds, got {timeout:g}")
+    check_threads(threads)
     claim_rank()  # before anything waits for other ranks
     if (opened := _opened_before()) is not None and opened.backend == backend:
+        set_threads(opened, threads)
         return opened  # a notebook may run the same cell twice
     die_with_launcher()
+    bind_local_rank()  # before a backend starts threads, which inherit it
     # A rank in a debugger may take days.
     limit = timedelta(seconds=MAX_TIMEOUT if debugging.is_on() else timeout)
     if backend == "mpi":
@@ -108,6 +123,9 @@ def process_group(backend: str, *, timeout: float = 600.0) -> World:
     else:
         placement, device = _open(backend, limit)
     world = World(**vars(placement), backend=backend, device=device)
+    set_threads(world, threads)
+    if backend != "nccl":
+        note_lost_cores(world)
     _until_exit[_get_default_group()] = world
     _opened_by = os.getpid()
     # Not at import: handlers run in reverse order, so this one runs before any of the program's.

@@ -4,9 +4,11 @@ import re
 
 import torch
 
+from ddp_from_scratch.bench import layouts
+from ddp_from_scratch.bench.__main__ import parse
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
 from ddp_from_scratch.bench.results import Run, Samples, verdict
-from ddp_from_scratch.bench.workloads import workload
+from ddp_from_scratch.bench.workloads import Workload, workload
 from tests.support.refusal import refusal
 
 VIEWS = "torch DDP on gloo, views"
@@ -82,3 +84,40 @@ def test_a_model_of_a_file(tmp_path, monkeypatch):
     assert re.search(
         "two_inputs returns no loss, .* raises ValueError: too many values .*: return", told
     )
+
+
+def test_layouts_use_all_cores():
+    assert layouts.layouts_of(12) == [(1, 12), (2, 6), (3, 4), (4, 3), (6, 2), (12, 1)]
+    assert layouts.layouts_of(1) == [(1, 1)]
+
+
+def test_batches_are_joined_along_their_first_dimension():
+    batch = {"x": torch.arange(6.0).view(2, 3), "scale": torch.tensor(2.0), "kind": "a"}
+    of = Workload("two", lambda: torch.nn.Linear(3, 1), lambda: batch)
+    joined = of.joined(3).batch()
+    assert torch.equal(joined["x"], torch.cat([batch["x"]] * 3))
+    assert (joined["scale"], joined["kind"]) == (2.0, "a")
+    assert (of.samples(), of.joined(3).samples()) == (2, 6)
+
+
+def test_the_fastest_layout_is_named_with_the_line_that_starts_it():
+    samples = [Samples(VIEWS, [50.0]), Samples("Reducer on gloo, views", [40.0])]
+    samples += [Samples("ddp.SGD on gloo", [20.0]), Samples(NO_COMMUNICATION, [1.0])]
+    two = layouts.layout(2, 8, 100, samples)  # 100 samples in 50 and in 20 ms
+    assert two == layouts.Layout(2, 8, 2000.0, 5000.0, "ddp.SGD on gloo")
+    one = layouts.Layout(1, 16, 2500.0, 2400.0, "Reducer on gloo, views")
+    *_, fastest, start = layouts.report([one, two]).splitlines()
+    assert fastest == "fastest: 2 x 8, ddp.SGD on gloo; torch's DDP: 1 x 16"
+    assert start.startswith("start it: OMP_NUM_THREADS=8 torchrun --nproc-per-node 2 train.py, or ")
+    assert layouts.command_for(one) == "OMP_NUM_THREADS=16 python train.py"
+
+
+def test_what_layouts_choose_cannot_be_given():
+    for options, text in (
+        ("--layouts --nproc 2", "--layouts chooses --nproc: leave it out"),
+        ("--layouts --threads 2", "--layouts chooses --threads: leave it out"),
+        ("--layouts --backend nccl", "--layouts is for gloo and mpi, in one --way"),
+        ("--threads 0", "--threads must be 1 or more, got 0"),
+    ):
+        assert refusal(parse, options.split(), "bench") == text
+    assert parse(["--threads", "3"], "bench").threads == 3

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from benchmarks import __main__ as run_set
-from benchmarks import timelines
+from benchmarks import machine, timelines
+from ddp_from_scratch.bench import __main__ as bench
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
 from ddp_from_scratch.launch import rank_process
 from tests.support import forked
@@ -76,3 +77,40 @@ def test_every_benchmark_of_the_set_has_its_options():
         for arguments in (benchmark.arguments, benchmark.quick, benchmark.full):
             if arguments and hasattr(module, "parse"):
                 module.parse([*arguments, "--results", "elsewhere"])
+
+
+@pytest.mark.slow
+def test_a_page_about_a_machine_says_what_became_of_each_part(tmp_path, monkeypatch):
+    def python(text):
+        return lambda _: ("-c", text)
+
+    parts = [
+        machine.Part("endless", 0.01, python("import time; time.sleep(600)")),
+        machine.Part("fails", 1.0, python("print('no luck'); exit(3)")),
+        machine.Part("elsewhere", 1.0, python(""), "there is no GPU"),
+        machine.Part("works", 1.0, python("print('a table')")),
+    ]
+    monkeypatch.setattr(machine, "parts", lambda: parts)
+    monkeypatch.setattr(sys, "argv", ["machine", "--minutes", "1", "--results", str(tmp_path)])
+    assert machine.main() == 0
+    (page,), (samples,) = tmp_path.glob("*.md"), tmp_path.glob("*.json")
+    states = {part["title"]: part["state"] for part in json.loads(samples.read_text())["parts"]}
+    assert states.pop("endless").startswith("cut off after ")
+    assert states == {
+        "fails": "FAILED with exit code 3",
+        "elsewhere": "left out: there is no GPU",
+        "works": "done",
+    }
+    text = page.read_text()
+    assert "| fails | FAILED with exit code 3 | " in text
+    assert "```text\na table\n```" in text
+    assert page.stem == samples.stem
+
+
+def test_parts_of_the_page_have_options_of_their_programs():
+    for part in machine.parts():
+        _, name, *options = part.arguments(30.0)
+        if name == "ddp_from_scratch.bench":
+            bench.parse([*options, "--results", "elsewhere"], name)
+        elif hasattr(module := importlib.import_module(name), "parse"):
+            module.parse([*options, "--results", "elsewhere"])

@@ -350,7 +350,7 @@ class Simulation:
 
     @property
     def environ(self) -> Any:
-        return self.process.environ
+        return self.process.environ or {}
 
     def TCPStore(self, *_: Any, is_master: bool, timeout: Any) -> Store:
         return Store(self.process, timeout.total_seconds())

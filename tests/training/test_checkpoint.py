@@ -22,7 +22,7 @@ def state(step):
         "model_spec": {"name": "mlp", "channels": 1, "image_size": 8, "num_classes": 10},
         "epoch": 0,
         "step": step,
-        "settings": Settings().as_saved(),
+        "settings": Settings().as_saved(1),
     }
 
 

@@ -44,6 +44,9 @@ REFUSED = {
         f"test --checkpoint x.pt {option}": f"{option.split()[0]} has no meaning for test"
         for option in ("--lr 0.1", "--compress bf16", "--no-overlap", "--check", "--resume x")
     },
+    "--threads many": "argument --threads: must be a number or auto, got 'many'; see --help",
+    "--threads 0": "--threads must be auto, or 1 to 1,024, got 0",
+    "RANK=0 WORLD_SIZE=1 --bind none": "--bind is for starting without a launcher, but torchrun",
     # An unknown word is named.
     "evaluate": "the command must be train or test, got 'evaluate'; see --help",
     "--ep 3": f"{UNKNOWN} --ep; did you mean --epochs? Otherwise see --help",
@@ -156,3 +159,14 @@ def test_parse_counts():
     ):
         for text in texts:
             assert refusal(parse_counts, text, node_rank).startswith(error)
+
+
+def test_a_resumed_run_with_virtual_ranks_takes_the_threads_of_its_checkpoint():
+    auto, _ = parse(["--threads", "auto"])
+    assert auto == Settings()
+    for settings, changes in (
+        (auto, ["threads 8 -> 1"]),
+        (Settings(virtual_ranks=4), []),
+        (Settings(virtual_ranks=4, threads=1), ["threads 8 -> 1"]),
+    ):
+        assert settings.changes_since(settings.as_saved(8), 1) == changes

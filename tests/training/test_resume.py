@@ -328,3 +328,17 @@ def test_another_world_size_remembers_the_mean_of_what_power_sgd_left_out(ranks,
     size, memory = replies[0][-1]
     assert "world_size 2 -> 3" in size
     assert "mean of the PowerSGD errors of 2 ranks" in memory
+
+
+def keep_threads(world, folder):
+    settings = {"epochs": 1, "virtual_ranks": 2, "checkpoint_dir": folder, "quiet": True}
+    torch.set_num_threads(2)
+    Trainer(Settings(**settings), world).run()
+    torch.set_num_threads(1)
+    Trainer(Settings(**settings, resume="auto"), world)
+    return torch.get_num_threads()
+
+
+@pytest.mark.slow
+def test_threads_are_those_of_the_checkpoint(ranks, tmp_path):
+    assert ranks("gloo", 1, fresh=True)(keep_threads, tmp_path) == [2]

@@ -1,0 +1,92 @@
+"""Compares layouts: how many ranks, with how many threads each, train fastest on this machine."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddp_from_scratch.bench.results import Run, Samples, fastest, save, text_table
+from ddp_from_scratch.bench.timing import BenchmarkJob, Content
+from ddp_from_scratch.bench.workloads import workload
+from ddp_from_scratch.launch.cores import own_cpus, read
+
+# Beside torch's DDP, in two of its settings; a machine with many cores has many layouts.
+COMPARED = ("torch DDP, views", "Reducer, views", "ddp.SGD")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What one layout has reached, in samples per second of the whole machine."""
+
+    ranks: int
+    threads: int
+    torch_ddp: float
+    ours: float
+    name: str  # of this library's fastest contender
+
+
+def layouts_of(cores: int) -> list[tuple[int, int]]:
+    """Returns ranks and threads that use all cores: 1 x 4, 2 x 2 and 4 x 1 of four."""
+    return [(ranks, cores // ranks) for ranks in range(1, cores + 1) if cores % ranks == 0]
+
+
+def compare(job: BenchmarkJob, run: Callable[[BenchmarkJob], Content], results: Path | None) -> str:
+    """Runs the job in each layout; returns a table, the fastest and how to start it.
+
+    The batch of the machine has the same size in all: one of the workload for each core.
+    """
+    cores = read(own_cpus()).most_threads
+    of = workload(job.model)
+    batch, found, contents = cores * of.samples(), [], []
+    for ranks, threads in layouts_of(cores):
+        content = run(replace(job, nproc=ranks, threads=threads, batches=threads))
+        contents.append(content)
+        found.append(layout(ranks, threads, batch, [Samples(**s) for s in content["samples"]]))
+    if results is not None:
+        merged: dict[str, Any] = contents[0] | {"samples": {}}
+        for one, content in zip(found, contents, strict=True):
+            merged["samples"][f"{one.ranks} x {one.threads}"] = content["samples"]
+        merged["settings"] |= {"benchmark": "layouts", "batch": batch}
+        save(f"layouts-{job.file_name}".replace("step_time-", ""), merged, results)
+    title = f"{of.name} for each of {cores} cores: {batch} samples in a step of this machine"
+    return f"{title}\n{report(found)}"
+
+
+def layout(ranks: int, threads: int, batch: int, samples: Sequence[Samples]) -> Layout:
+    """Returns the fastest contender of each kind, given the samples of one layout."""
+    run = Run(samples)
+    torch_ddp, ours = run.torch_ddp, fastest(run.ours)
+    assert torch_ddp is not None
+    assert ours is not None
+    speeds = [1e3 * batch / one.quartiles[1] for one in (torch_ddp, ours)]
+    return Layout(ranks, threads, speeds[0], speeds[1], ours.name)
+
+
+def report(found: Sequence[Layout]) -> str:
+    """Returns the table in samples per second, the fastest layout, and the line that starts it."""
+    rows = [
+        [f"{one.ranks} x {one.threads}", f"{one.torch_ddp:,.0f}", f"{one.ours:,.0f}", one.name]
+        for one in found
+    ]
+    best = max(found, key=lambda one: one.ours)
+    of_torch = max(found, key=lambda one: one.torch_ddp)
+    headers = ["ranks x threads", "torch DDP", "ours", "in samples per second, with"]
+    return "\n".join(
+        [
+            text_table(headers, rows),
+            f"fastest: {best.ranks} x {best.threads}, {best.name}; torch's DDP: "
+            f"{of_torch.ranks} x {of_torch.threads}",
+            f"start it: {command_for(best)}",
+        ]
+    )
+
+
+def command_for(best: Layout) -> str:
+    """Returns the line that starts a program of the user's own in a layout."""
+    if best.ranks == 1:
+        return f"OMP_NUM_THREADS={best.threads} python train.py"
+    by_torchrun = f"torchrun --nproc-per-node {best.ranks} train.py"
+    return (
+        f"OMP_NUM_THREADS={best.threads} {by_torchrun}, or with cores of its own for each rank "
+        f"ddp.start_ranks([sys.executable, 'train.py'], counts=[{best.ranks}])"
+    )
