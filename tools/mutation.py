@@ -51,7 +51,7 @@ def mutants(package: Path) -> list[MutationSpec]:
 def killer(root: Path, seconds: float) -> str | None:
     """The first test that fails in that copy of the repository, or None if all pass."""
     tests = [f"tests/{name}" for name in TESTS]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-qx", "-rfE", "-p", "no:cacheprovider", *tests]
     with tempfile.TemporaryFile("w+") as output:
         run = subprocess.Popen(
             command,
