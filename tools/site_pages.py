@@ -24,6 +24,7 @@ CODE = ("ddp_from_scratch", "tutorial", "examples", "benchmarks", "tools")
 HOW_TO = (
     *(
         "start",
+        "your-loop",
         "cores",
         "torch-ddp",
         "from-horovod",
