@@ -1,5 +1,6 @@
 """The agents of an elastic job, on machine 0 and on the others; `job_store.py` has its messages."""
 
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -27,12 +28,17 @@ _SETTLED_S = 0.25
 
 @dataclass(kw_only=True, eq=False)
 class ElasticAgent(Agent):
-    """Machine 0's agent of an elastic job; `counts` are the ranks of each machine at the start."""
+    """Machine 0's agent of an elastic job.
+
+    `counts` are the ranks of each machine at the start. A process that the others have met before,
+    and wait for in vain for `timeout` seconds, is killed: it hangs.
+    """
 
     peers: MachineRegistry | None = None
     policy: Elastic
     counts: Sequence[int]
     store: JobStore
+    timeout: float = math.inf
     name: str = "process {}"
 
     def __post_init__(self) -> None:
@@ -43,6 +49,7 @@ class ElasticAgent(Agent):
         self._generation, self._announced_at = Generation(), 0.0
         self._ended_well, self._failures = False, 0
         self._last_failure: Any = None  # see `Member.failure`
+        self._hanging: set[int] = set()  # killed for that; their exit codes may still be on the way
         self._announce(self._living)
 
     def _launch(self, member: int) -> Child:
@@ -97,6 +104,7 @@ class ElasticAgent(Agent):
             return self._carry_out(stopped(self._received[0])) if self._received else 0
         self._kill_stopped()
         self._note_arrivals()
+        self._kill_hanging()
         if not self._received:
             self._regroup()
             self._admit()
@@ -125,6 +133,22 @@ class ElasticAgent(Agent):
         if generation != self._generation:
             self._generation = generation
             self.store.announce(generation)
+
+    def _kill_hanging(self) -> None:
+        generation = self._generation
+        # While this machine stood still, so did its ranks.
+        waited = time.monotonic() - max(self._announced_at, self._woke)
+        if generation.steps or waited <= self.timeout:
+            return
+        members = self._living.intersection(generation.members)
+        came = {member for member in members if self._said[member].joined == generation.number}
+        for member in members - came if came else ():
+            # One that has never met the others may still import what it needs.
+            if self._said[member].joined and member not in self._hanging:
+                self._hanging.add(member)
+                name = self.name.format(member)
+                say(f"{name} has not met the others for {waited:.0f} s: killing it")
+                self._children[member].send_signal(signal.SIGKILL)
 
     def _regroup(self) -> None:
         number, members, *_ = self._generation

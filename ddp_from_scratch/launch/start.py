@@ -165,6 +165,7 @@ def start_ranks(
             counts=counts,
             policy=policy,
             store=JobStore(store),
+            timeout=timeout,
             **common_to_all,
         ).run()
 

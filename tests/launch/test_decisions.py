@@ -175,6 +175,15 @@ ELASTIC = {
         " | ends 3 0",
         *(0, "-, -, -, -", (KILLED_1,)),
     ),
+    "one hangs": Case(
+        "train 012 | asks 0 & asks 2 | generation 2 012 | arrives 0 & arrives 2 | wait 39"
+        " | generation 2 012 | wait 2 | wait 0.3 | generation 3 02 | train 02",
+        *(None, "TERM, KILL, TERM, TERM"),
+        ("process 1 has not met the others for 40 s: killing it", KILLED_1),
+    ),
+    "one that still imports does not hang": Case(
+        "train 01 | wait 41 | generation 1 012 | wait 41", None, "TERM, TERM, TERM"
+    ),
     "a user's mistake at the start": Case("ends 1 2", 2, "TERM, -, TERM"),
     "the same exception at the same step": Case(
         "train 012 | raises 1 6 no | raises 3 7 no | raises 4 7 no",
@@ -225,7 +234,7 @@ def environment(member):
 @pytest.mark.parametrize("name", ELASTIC)
 def test_ranks_of_an_elastic_job(name, job, capfd):
     case = ELASTIC[name]
-    mine = {"counts": [case.nproc], "store": job.said}
+    mine = {"counts": [case.nproc], "store": job.said, "timeout": 40.0}
     check(
         case,
         job,
