@@ -205,7 +205,9 @@ class Reducer:
                 yield self.buffer_sync
             if self._virtual_ranks is not None:
                 yield from self._virtual_ranks.observers()
-            if (watch := stall_watch(stall_after, device)) is not None:
+            # One rank may make this object alone, and the ranks count their watches.
+            after = stall_after if self._collective_init else None
+            if (watch := stall_watch(after, device)) is not None:
                 yield watch
             if straggler_every is not None:
                 yield StragglerWatch(straggler_every, device, process_group)

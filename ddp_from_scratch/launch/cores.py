@@ -153,7 +153,11 @@ def _quota(root: Path) -> float:
 def plan_here(ranks: int, bind: str) -> Plan:
     """Divides the cores that this process may use. On macOS, which cannot bind, sets threads."""
     plan = divide(read(own_cpus()), ranks, bind)
-    return plan if hasattr(os, "sched_setaffinity") else Plan(plan.threads)
+    if hasattr(os, "sched_setaffinity"):
+        return plan
+    if bind in ("cores", "socket"):
+        raise UsageError(f"bind={bind!r} is for Linux: this system cannot bind processes; use auto")
+    return Plan(plan.threads)
 
 
 _Place = Callable[[Core], tuple[int, ...]]

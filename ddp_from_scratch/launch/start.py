@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -80,7 +81,8 @@ def start_ranks(
         max_restarts: how many failed processes may be replaced, for programs that use
             `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
         replace_wrong: False: a process that has computed wrongly (`Reducer(recheck_every=N)`) is
-            not replaced, because another one on its machine may do the same.
+            not replaced, because another one on its machine may do the same. A machine that is lost
+            and comes back gets all its processes again.
         must_match: options, by name, that must be equal on a machine that joins or rejoins.
         stdin: the rank that reads this process's standard input, for `breakpoint()`. On the other
             ranks `breakpoint()` does nothing, and groups wait without a timeout.
@@ -92,7 +94,8 @@ def start_ranks(
         bind: "auto" gives each rank its own cores, within a NUMA node or socket if possible, and as
             many threads, through OMP_NUM_THREADS unless that is set. With more ranks than cores, or
             a cgroup's quota, no rank is bound. "cores" raises there. "socket" binds each rank to
-            the sockets of its cores. "none" changes nothing, as "auto" does on macOS.
+            the sockets of its cores. "none" changes nothing. macOS
+            cannot bind: "auto" sets only threads there.
 
     Returns:
         0 if every rank exited with 0; 128 + N after signal N; else the exit code of the first rank
@@ -103,8 +106,8 @@ def start_ranks(
             pickled; `bind` is impossible; or this is not the main thread.
     """
     _check_job(counts, max_restarts, replace_wrong, stdin)
-    seats = _divide(counts[node_rank], bind)
     policy = _policy_of(max_restarts, replace_wrong)
+    seats = _divide(counts, node_rank, bind, policy.elastic)
     peers: MachineRegistry | Link | None = None
     output: Output | None = None
     with ExitStack() as stack:
@@ -196,9 +199,12 @@ def _check_job(
         )
 
 
-def _divide(ranks: int, bind: str) -> dict[str, Any]:
+def _divide(counts: Sequence[int], node_rank: int, bind: str, elastic: bool) -> dict[str, Any]:
     """Divides this machine's cores, and says how; returns what an `Agent` takes."""
-    plan = cores.plan_here(ranks, bind)
+    plan = cores.plan_here(counts[node_rank], bind)
+    if elastic and len(counts) > 1:
+        # Bits depend on it, and another machine may have more cores for each rank.
+        plan = replace(plan, threads=1, text="")
     if plan.text:
         say(plan.text)
     return {"cpus": plan.cpus, "variables": cores.variables(plan, bind)}

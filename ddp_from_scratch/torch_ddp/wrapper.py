@@ -44,8 +44,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         dim, check_reduction, batched_grad_copy: without effect.
         broadcast_buffers: False sends no buffers, not even at construction.
         forward_sync_buffers: True if forward passes use rank 0's buffers; the first always does.
-        init_sync: False skips the comparison and the broadcast: all ranks must hold the same
-            module.
+        init_sync: False skips the broadcast and the comparison of buffers: all ranks must hold the
+            same module.
         bucket_cap_mb: as `Reducer`; `bucket_cap_mb_list` replaces it, if given.
         mixed_precision: `torch.nn.parallel.distributed._MixedPrecision`: the dtypes of parameters
             and inputs during forward, of sent gradients, and of buffers. `.grad` and the parameters

@@ -53,7 +53,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
 def prepare_process(
     settings: Settings, world: World, must_match: dict[str, str]
 ) -> dist.ProcessGroup:
-    """Compares the options of all ranks; sets determinism and seeds, with virtual ranks threads.
+    """Compares the options of all ranks; sets determinism, seeds and, where bits count, threads.
 
     `must_match` holds further values, by name, to compare. Returns a group for CPU tensors.
     """
@@ -65,7 +65,7 @@ def prepare_process(
     assert isinstance(group, dist.ProcessGroup), "every rank is a member"
     # `must_match` comes first in the message and overrides options of the same name.
     _require_same(versions() | must_match | settings.to_compare() | must_match, group)
-    if settings.virtual_ranks is not None:
+    if settings.virtual_ranks is not None or settings.check is not None:
         # Bits depend on the number of threads, and machines may differ.
         least = highest(-torch.get_num_threads(), group=group)
         torch.set_num_threads(-least()[0])

@@ -10,6 +10,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPException
@@ -324,7 +325,8 @@ def _begin_worker(_worker_id: int) -> None:
     """Makes a worker end with its rank, and not before; gives it cores that no rank computes on."""
     # A bound rank computes on its own cores; what it starts inherits them.
     if cpus := os.environ.get("DDP_WORKER_CPUS"):
-        os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
+        with suppress(OSError):  # a cpuset may have changed since
+            os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
     # In its own process group: neither Ctrl-C nor a launcher's SIGTERM ends it early.
     os.setpgrp()
     # torch watches the parent, which is the fork server, and the server lives as long as its

@@ -154,8 +154,10 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     from ddp_from_scratch.training.evaluation import test
     from ddp_from_scratch.training.loop import Trainer
 
-    how: dict[str, Any] = {"timeout": settings.timeout, "threads": settings.threads or "auto"}
-    with ddp.process_group(settings.backend, **how) as world:
+    # Bits depend on the number of threads, and cores for a rank on the number of ranks.
+    default: Any = "auto" if settings.virtual_ranks is None else 1
+    threads = settings.threads or default
+    with ddp.process_group(settings.backend, timeout=settings.timeout, threads=threads) as world:
         if settings.check is not None:
             return check(settings, world)
         if options.command == "test":
@@ -169,14 +171,9 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
 
 def _with_consequences(settings: Settings, options: Command) -> Settings:
     """Returns the settings with what follows from others: equal on all ranks."""
-    if settings.elastic:
-        counts = _counts(settings, options)
-        if settings.virtual_ranks is None:
-            virtual_ranks = 1 << (sum(counts) - 1).bit_length()  # a power of two
-            settings = replace(settings, virtual_ranks=virtual_ranks)
-        if settings.threads is None and len(counts) > 1:
-            # Bits depend on it, and a machine that joins later may have other cores.
-            settings = replace(settings, threads=1)
+    if settings.elastic and settings.virtual_ranks is None:
+        least = sum(_counts(settings, options))
+        settings = replace(settings, virtual_ranks=1 << (least - 1).bit_length())  # a power of two
     if settings.check is not None:  # which a lost rank ends
         settings = replace(settings, elastic=False, max_restarts=None, replace_wrong=True)
     return settings

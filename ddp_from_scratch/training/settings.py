@@ -173,7 +173,7 @@ class Settings:
     )
     threads: int | None = _processes(
         "CPU threads per process; auto, the default: one for each core of its own, or its share of "
-        "the machine's cores",
+        "the machine's cores; with --virtual-ranks, whose bits depend on it, the default is 1",
         **_THREADS,
     )
     dataset: str = _data(
@@ -313,6 +313,10 @@ class Settings:
             raise UsageError("--max-restarts is for --elastic, which is not given")
         if not self.replace_wrong and not (self.elastic and self.recheck):
             raise UsageError("--no-replace-wrong is for --elastic with --recheck: give both")
+        if self.check is not None and self.sync_batch_norm:
+            raise UsageError(
+                "--check with --sync-batch-norm: ranks do not communicate in a check; leave it out"
+            )
         self._check_virtual_ranks()
         if self.shard != "none":
             self._check_shard()

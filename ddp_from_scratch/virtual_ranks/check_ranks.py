@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_from_scratch.common import gpu
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.group import check_group, gather_objects, on_gpu_of
 from ddp_from_scratch.common.random import seeded
 from ddp_from_scratch.options.buffers import BufferSnapshot
+from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.options.launch_order import active_reducers
 from ddp_from_scratch.sync.broadcast import broadcast_parameters
 from ddp_from_scratch.sync.checksums import checksums
@@ -93,7 +95,8 @@ def check_ranks(
         two ranks that differ, it cannot name the wrong one, unless one also differs from itself.
 
     Raises:
-        ValueError: `seconds` is not positive, or the module has a Reducer.
+        ValueError: `seconds` is not positive, or the module has a Reducer, synchronised batch norm
+            or a wrapper that communicates.
         RuntimeError: the ranks' models differ in names, shapes or dtypes.
     """
     check_group(process_group)
@@ -104,6 +107,11 @@ def check_ranks(
         raise ValueError(
             "the module has a Reducer, which would average what ranks compute: call check_ranks "
             "before you make it"
+        )
+    if sync_batch_norms(module) or isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            "the module communicates in each pass (synchronised batch norm, or a wrapper), but "
+            "ranks do not repeat the work equally often: pass a module that does not"
         )
     with on_gpu_of(module):
         broadcast_parameters(module, process_group=process_group)

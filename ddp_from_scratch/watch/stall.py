@@ -149,9 +149,11 @@ class StallWatch(Observer):
 
     def _start(self, reducer: CoreReducer) -> None:
         group = check_group(reducer.process_group)
-        native = traits(group).native
-        timeout = timeout_of(group) if native is None else native.timeout
-        self._after = min(self._longest, timeout.total_seconds() / 2)
+        self._after = self._longest
+        with suppress(RuntimeError, AttributeError):  # a backend that does not tell its timeout
+            native = traits(group).native
+            timeout = timeout_of(group) if native is None else native.timeout
+            self._after = min(self._longest, timeout.total_seconds() / 2)
         self._rank, self._ranks = reducer.rank, dist.get_process_group_ranks(group)
         if len(self._ranks) == 1:
             return

@@ -273,6 +273,11 @@ class ElasticRun:
         0, and processes wait to join or have been lost, it raises a CommunicationError on all
         ranks.
         """
+        if self._exchange is not None:
+            raise RuntimeError(
+                "run.exchange() inside of a step that has begun one: run.attempts() does it by "
+                "itself, so call it only in the function of run.repeat(), once in each step"
+            )
         # A new tensor: an aborted exchange may still write to the old one.
         highest = torch.tensor([*flags, int(self._membership.is_over)], device="cpu")
         self._exchange = dist.all_reduce(highest, dist.ReduceOp.MAX, async_op=True)

@@ -27,8 +27,8 @@ class StopSignal:
                     break
 
     A signal may reach only some ranks, and each of them in another step: `requested` tells all
-    ranks. The same signal again ends the process at once. SIGHUP is left alone if it is ignored, as
-    under nohup.
+    ranks. The same signal again ends the process, but not while it waits for other ranks in a
+    collective. SIGHUP is left alone if it is ignored, as under nohup.
 
     Attributes:
         received: the number of the signal that this rank has received last; 0 if none. In a run of
@@ -55,7 +55,8 @@ class StopSignal:
         Collective: call it once in each step, equally often on all ranks. A call reads the exchange
         that the call before has started, and starts the next one, an all-reduce of 8 bytes. So no
         step waits for it, and all ranks stop at most two steps after the signal. From then on it
-        returns the same number without communication.
+        returns the same number without communication. Inside `ddp.join` a rank without data makes
+        no call, so use it outside.
 
         Raises:
             RuntimeError: outside of the `with` block, or in a run of `ddp.elastic`.
@@ -67,9 +68,9 @@ class StopSignal:
             )
         if may_be_in_flight():
             raise RuntimeError(
-                "in a run of ddp.elastic, StopSignal cannot exchange signals by itself: begin a "
-                "step with answer = run.exchange(stop.received), and end it with (number,) = "
-                "answer()"
+                "in a run of ddp.elastic, StopSignal cannot exchange signals by itself: in the "
+                "function of run.repeat, begin a step with answer = run.exchange(stop.received), "
+                "and end it with (number,) = answer()"
             )
         if self._agreed:
             return self._agreed
@@ -89,6 +90,7 @@ class StopSignal:
                 f"StopSignal must be entered in the main thread, the only one that may handle "
                 f"signals, got {thread.name}"
             )
+        self._process = os.getpid()
         self._previous = {
             number: signal.signal(number, self._remember)
             for number in _NUMBERS
@@ -114,5 +116,8 @@ class StopSignal:
             self._highest = self._work = None
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
         signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == self._process:
+            self.received = number
+        else:  # a process that the rank has forked, such as a pool's
+            os.kill(os.getpid(), number)

@@ -5,6 +5,7 @@ with Run(sys.executable, "run.py", "--epochs", "1") as run:
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -60,7 +61,9 @@ class Run:
 
     @property
     def err(self) -> str:
-        return self._err.read_bytes().decode()
+        # Without the line about ranks and cores, which there is on machines with many.
+        text = self._err.read_bytes().decode()
+        return re.sub(r"^\d+ ranks x \d+ (cores|threads).*\n", "", text, flags=re.MULTILINE)
 
     @property
     def text(self) -> str:

@@ -153,5 +153,9 @@ def test_refusals(alone):
     with pytest.raises(ValueError, match="the module has a Reducer, which would average"):
         ddp.check_ranks(model, lambda: None, 1)
     reducer.remove()
+    batch_norm = ddp.convert_sync_batchnorm(nn.Sequential(model, nn.BatchNorm1d(2)))
+    for communicates in (batch_norm, nn.parallel.DistributedDataParallel(nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match="the module communicates in each pass"):
+            ddp.check_ranks(communicates, lambda: None, 1)
     report = ddp.check_ranks(model, lambda: model(torch.ones(1, 2)).sum().backward(), 0.01)
     assert (report.equal, model.weight.grad) == (True, None)

@@ -1,5 +1,6 @@
 """Ranks that stop together: a signal that one of them has received is known to all of them."""
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -49,6 +50,25 @@ def test_a_loop_that_ends_by_itself_leaves_nothing_in_flight(world):
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         assert [alone.requested(), alone.requested()] == [0, signal.SIGTERM * world.rank]
+
+
+@pytest.mark.program
+def test_a_process_that_is_forked_in_the_block_ends_at_the_first_signal():
+    context = multiprocessing.get_context("fork")
+    runs = context.Event()
+
+    def work():
+        runs.set()
+        signal.pause()
+
+    with ddp.StopSignal() as stop:
+        child = context.Process(target=work)
+        child.start()
+        assert runs.wait(20)  # before that Python drops signals
+        child.terminate()  # as a pool does, which then waits without a limit
+        child.join(20)
+        assert child.exitcode == -signal.SIGTERM
+    assert stop.received == 0
 
 
 def test_handlers_are_those_of_the_block_alone():
@@ -125,6 +145,7 @@ def test_a_launchers_signal_stops_all_ranks_after_one_step(
         assert run.wait() == code, run.text
         run.assert_nobody_left()
         lines = sorted(line for line in run.out.splitlines() if line.startswith("rank "))
+        assert len(lines) == 2, run.text
         begins = [f"rank {rank} of 2 stops after step " for rank in range(2)]
         assert [line.startswith(b) for line, b in zip(lines, begins, strict=True)] == [True] * 2
         assert len({line.split()[-1] for line in lines}) == 1, run.text
