@@ -509,11 +509,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         # two thread switches. Not across machines: TCP may wait for a lost machine far beyond the
         # timeout, and only a caller that waits for another thread can stop waiting.
         at_once = self._topology.count == 1 and not getattr(opts, "asyncOp", True)
+        label = caller.op_label
 
         def name() -> str:
             size = sum(tensor.nbytes for tensor in tensors)
             rank = world.world_ranks[world.rank]
-            return f"{kind} number {sequence} on rank {rank} ({size} bytes)"
+            return f"{kind} number {sequence} on rank {rank} ({size} bytes){label}"
 
         work = NodeWork(name, self._timeout, self.checked_barrier)
         if torch.autograd.profiler._is_profiler_enabled:

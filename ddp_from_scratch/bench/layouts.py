@@ -85,6 +85,8 @@ def command_for(best: Layout) -> str:
     """Returns the line that starts a program of the user's own in a layout."""
     if best.ranks == 1:
         return f"OMP_NUM_THREADS={best.threads} python train.py"
+    if " on mpi" in best.name:
+        return f"mpirun -n {best.ranks} --map-by socket:PE={best.threads} python train.py"
     by_torchrun = f"torchrun --nproc-per-node {best.ranks} train.py"
     return (
         f"OMP_NUM_THREADS={best.threads} {by_torchrun}, or with cores of its own for each rank "

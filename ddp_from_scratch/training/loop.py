@@ -38,7 +38,7 @@ from ddp_from_scratch.training.datasets import (
 from ddp_from_scratch.training.evaluation import accuracy
 from ddp_from_scratch.training.models import autocast, make_model
 from ddp_from_scratch.training.optimizers import hidden_matrices, make_optimizer
-from ddp_from_scratch.training.report import MetricsWriter, Report
+from ddp_from_scratch.training.report import MetricsWriter, Report, ranks_text
 from ddp_from_scratch.training.settings import Settings
 
 _HOOKS = {"bf16": ddp.comm_hooks.bf16_compress_hook, "fp16": ddp.comm_hooks.fp16_compress_hook}
@@ -183,8 +183,8 @@ class Trainer:
         seconds, settings = time.monotonic() - began, self.settings
         self.metrics.close()
         self.report.line(
-            f"{settings.backend}, {self.world.world_size} ranks, global batch "
-            f"{self.sampler.global_batch_size}, {settings.model}, {seconds:.1f} s"
+            f"{settings.backend}, {ranks_text(self.world.world_size, settings.virtual_ranks)}, "
+            f"global batch {self.sampler.global_batch_size}, {settings.model}, {seconds:.1f} s"
         )
         if self.saved_as is not None:
             self.report.line(f"checkpoint {self.saved_as}")

@@ -120,3 +120,9 @@ class MetricsWriter:
     def close(self) -> None:
         self._is_open = False  # an elastic run may continue after it was stopped
         self._files.close()
+
+
+def ranks_text(count: int, virtual_ranks: int | None) -> str:
+    """Returns "2 ranks", with virtual ranks "3 ranks, 4 virtual ranks"."""
+    ranks = "1 rank" if count == 1 else f"{count} ranks"
+    return ranks if virtual_ranks is None else f"{ranks}, {virtual_ranks} virtual ranks"

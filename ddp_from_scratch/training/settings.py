@@ -119,11 +119,11 @@ class Command:
         "address at which the other machines reach machine 0", metavar="HOST"
     )
     master_port: int | None = _processes(
-        "port of machine 0, for machines that have its DDP_SECRET (default: 29500)", **_PORT
+        "the port on which machine 0 listens (default: 29500)", **_PORT
     )
     bind: str | None = _processes(
-        "give each rank cores of its own (cores), or the sockets of its cores (socket), or all "
-        "cores (none); auto, the default: cores, if there are enough. Only without a launcher",
+        "which cores a rank may use. cores: its own. socket: all of the sockets that these cores "
+        "are in. none: all. auto, the default: its own, if there are enough. Not with a launcher",
         choices=("auto", "none", "cores", "socket"),
     )
     debug_rank: int | None = _processes(
@@ -154,7 +154,8 @@ class Settings:
     )
     elastic: bool = _processes(
         "survive lost ranks and machines: continue with the others, and replace lost ranks. For "
-        "gloo, without a launcher",
+        "gloo, without a launcher. The batch is divided into virtual ranks, at least one for each "
+        "rank, and as many as a power of two",
         False,
     )
     max_restarts: int | None = _processes(
@@ -221,8 +222,8 @@ class Settings:
         False,
     )
     recheck: int | None = _training(
-        "in every Nth step compute one virtual rank on two ranks; if the bits differ, name the "
-        "rank that computes wrongly, and end the run",
+        "in every Nth step, compute one virtual rank on two ranks; if the bits differ, name the "
+        "rank that computes wrongly, and end the run. Needs --virtual-ranks or --elastic",
         **_COUNT,
     )
     check: float | None = _training(

@@ -110,6 +110,8 @@ def test_the_fastest_layout_is_named_with_the_line_that_starts_it():
     assert fastest == "fastest: 2 x 8, ddp.SGD on gloo; torch's DDP: 1 x 16"
     assert start.startswith("start it: OMP_NUM_THREADS=8 torchrun --nproc-per-node 2 train.py, or ")
     assert layouts.command_for(one) == "OMP_NUM_THREADS=16 python train.py"
+    over_mpi = layouts.Layout(4, 4, 1.0, 2.0, "Reducer on mpi, views")
+    assert layouts.command_for(over_mpi) == "mpirun -n 4 --map-by socket:PE=4 python train.py"
 
 
 def test_what_layouts_choose_cannot_be_given():
