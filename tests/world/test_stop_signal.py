@@ -119,7 +119,8 @@ def main():
             step += 1
             if step == 3 and world.rank == 0:
                 print("trains", flush=True)
-        print(f"rank {world.rank} of {world.world_size} stops after step {step}", flush=True)
+        told = f"rank {world.rank} of {world.world_size} stops after step {step}"
+        print(told + "\\n", end="", flush=True)  # in one piece, beside the other rank's
     return 128 + number
 
 sys.exit(main())
