@@ -76,7 +76,7 @@ OF_OTHERS = {
     "mpirun": {"--oversubscribe", "--mca", "--host", "--bind-to", "--allow-run-as-root"}
     | {"--stdin"},
     "Slurm": {"--mpi", "--ntasks", "--signal", "--requeue", "--open-mode", "--job-name", "--time"}
-    | {"--output", "--gpus-per-task", "--gpus-per-node"},
+    | {"--output", "--gpus-per-task", "--gpus-per-node", "--nodes", "--ntasks-per-node"},
     "docker": {"--ipc", "--shm-size"},
     "pip, py-spy": {"--no-binary", "--editable", "--group", "--index-url", "--pid"},
     "kubectl": {"--from-literal"},
