@@ -38,7 +38,7 @@ test: .venv/test ## run the tests of every module, in some minutes
 test-all: .venv/test ## run all tests: torch's own, random programs, two hosts and more cases
 	.venv/bin/python -m pytest -m "" $(ARGS)
 
-test-versions: .venv/versions ## run `make test` on each torch and Python promised; 6 GB each
+test-versions: .venv/versions ## run `make test` on each torch, Python and MPI promised; 6 GB each
 	.venv/bin/nox $(if $(SESSIONS),-s "$(SESSIONS)") -- $(ARGS)
 
 bench: .venv/bench ## measure beside torch's DDP; ARGS=--quick is rough

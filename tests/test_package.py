@@ -131,7 +131,9 @@ def test_the_workflow_runs_every_session_of_nox():
     workflow = (ROOT / ".github/workflows/ci.yml").read_text()
     versions = ast.literal_eval(re.search(r"^TORCH = (.*)$", sessions, re.MULTILINE)[1])
     pythons = ast.literal_eval(re.search(r"python=(\[.*\])", sessions)[1])
+    libraries = ast.literal_eval(re.search(r"^MPI = (\[.*\])", sessions, re.MULTILINE)[1])
     names = [*(f"tests(torch='{v}')" for v in versions), *(f"newest-{p}" for p in pythons)]
+    names += [f"mpi(library='{library}')" for library in libraries]
     assert re.findall(r"^ {10}- (\S+)$", workflow, re.MULTILINE) == names
     (other,) = re.findall(r"SESSIONS=(\w+)", workflow)
     assert f"def {other}(" in sessions

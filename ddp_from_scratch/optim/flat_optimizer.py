@@ -90,8 +90,8 @@ class FlatOptimizer(torch.optim.Optimizer):
         reducer: averages the gradients. Unless there is only one rank, it switches to
             `gradient_as_bucket_view=True`.
         shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
-            its own memory, on a CPU float32 or float64; "node" needs a group on mpi, or on gloo
-            with shared memory.
+            its own memory, on a CPU float32 or float64; "node" needs Linux, and a group on mpi or
+            on gloo with shared memory.
         overlap_forward: with "world", parameters arrive during the next forward pass. Reading a
             parameter through its module waits for it (`forward_waits.py`). A program that keeps
             references to parameters outside modules must call `synchronize()` before it reads or
@@ -101,7 +101,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         TypeError: a setting that chooses a kernel, such as `foreach` or `fused`.
         ValueError: a value out of range, as in torch's class; none of the Reducer's parameters is
             among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW);
-            what `shard` needs is missing.
+            what `shard` needs is missing: a UsageError where the ranks share no memory.
         RuntimeError: see `Reducer.keep_bucket_views`. With `shard`, from a step: `.data` of a
             parameter was replaced, settings differ between ranks, the step is inside `join()`, or,
             in `backward_and_step`, a comm hook is registered.

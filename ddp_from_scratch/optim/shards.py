@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import caller
 from ddp_from_scratch.backend.traits import traits
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.common.group import (
     all_gather_single,
     exchange,
@@ -226,12 +227,13 @@ class NodeShards(Shards):
         reducer.core.comm.require_unowned_hook(name)
         group = traits(self._group).native
         if group is None:
-            raise ValueError(
-                f"{name} needs ranks that share memory: a process group of the mpi backend, or of "
-                f"gloo with several ranks on a machine and a Reducer with shared_memory=True"
+            raise UsageError(
+                f"{name} needs ranks that share memory, on Linux: a process group of the mpi "
+                f"backend, or of gloo with several ranks on a machine and a Reducer with "
+                f'shared_memory=True; shard="world" needs none'
             )
         if not all(group.is_shared(bucket.flat) for bucket in self._buckets):
-            raise ValueError(
+            raise UsageError(
                 f"{name} needs gradients in memory that the machine's ranks share, and there was "
                 f"none: the Reducer's warning says why, or its module is a copy of a wrapped one, "
                 f'and must be wrapped itself; shard="world" needs none'

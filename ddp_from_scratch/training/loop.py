@@ -155,7 +155,8 @@ class Trainer:
             self.reducer.register_comm_hook(self.power_sgd, ddp.power_sgd.power_sgd_hook)
         elif settings.compress is not None:
             self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
-        self.optimizer: Any = make_optimizer(settings, self.model, self.reducer)
+        with raise_on_all_ranks(self.group):
+            self.optimizer: Any = make_optimizer(settings, self.model, self.reducer)
         scales = settings.precision == "fp16"
         plain = settings.virtual_ranks is None and settings.compress is None and not scales
         self.steps_in_backward: bool = settings.shard != "none" and plain

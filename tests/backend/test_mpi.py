@@ -1,9 +1,11 @@
 """What only the mpi backend has: its store, how its jobs end, and messages between two ranks."""
 
 import gc
+import subprocess
 import sys
 import threading
 from datetime import timedelta
+from functools import cache
 
 import pytest
 import torch
@@ -107,6 +109,17 @@ ENDINGS = {
 }
 
 
+@cache
+def is_mpi(name: str) -> bool:
+    told = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=True)
+    return name in told.stdout
+
+
+def code_of_mpirun(code: int) -> int:
+    """After a rank's exit code; Intel MPI's has its own where it kills the other ranks."""
+    return 255 if code and is_mpi("Intel") else code
+
+
 @pytest.mark.program
 @pytest.mark.parametrize("ending", [e if e == "raises" else slow(e) for e in ENDINGS])
 def test_how_a_job_ends(ending, tmp_path):
@@ -115,7 +128,7 @@ def test_how_a_job_ends(ending, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM.format(ending=text))
     command = "mpirun", "-n", "2", sys.executable, str(tmp_path / "program.py")
     with Run(*command, TMPDIR=str(tmp_path / "tmp")) as run:
-        assert run.wait() == code, run.text
+        assert run.wait() == (code if ending == "aborts" else code_of_mpirun(code)), run.text
         run.assert_nobody_left()
         if code == 0:
             assert run.err == ""
@@ -139,7 +152,7 @@ with ddp.process_group(sys.argv[1], timeout=1.0):
 def test_a_rank_that_never_comes(backend):
     """MPI itself would wait for it for ever."""
     with Run("mpirun", "-n", "2", sys.executable, "-c", NEVER, backend) as run:
-        assert run.wait() == 2, run.text
+        assert run.wait() == code_of_mpirun(2), run.text
         told = "rank 0 waited 1 s, its timeout, for all 2 ranks to open their group: not all have "
         assert told + "started; missing: [1]" in run.err
         run.assert_nobody_left()
@@ -160,7 +173,7 @@ with ddp.process_group("mpi", timeout=100.0) as world:
 @pytest.mark.program
 def test_a_rank_that_makes_no_new_group():
     with Run("mpirun", "-n", "2", sys.executable, "-c", NO_NEW_GROUP) as run:
-        assert run.wait() == 2, run.text
+        assert run.wait() == code_of_mpirun(2), run.text
         told = "rank 0 waited 1 s, its timeout, for ranks [0, 1] to make a group: not all have "
         assert told + "called new_group or split_group" in run.err
         run.assert_nobody_left()
@@ -169,11 +182,11 @@ def test_a_rank_that_makes_no_new_group():
 @pytest.mark.program
 @pytest.mark.parametrize("finalizes", ["0", "1"])
 def test_mpi_is_finalized_unless_mpi4pys_variable_says_no(finalizes):
-    """mpirun reports a rank that has started MPI and ends without finalizing it."""
+    """Open MPI's mpirun reports a rank that has started MPI and ends without finalizing it."""
     program = 'import ddp_from_scratch as ddp; ddp.process_group("mpi")'
     command = "mpirun", "-n", "1", sys.executable, "-c", program
     with Run(*command, MPI4PY_RC_FINALIZE=finalizes) as run:
-        assert (run.wait() == 0) == (finalizes == "1"), run.text
+        assert (run.wait() == 0) == (finalizes == "1" or not is_mpi("Open MPI")), run.text
 
 
 OF_WORKERS = """

@@ -77,7 +77,7 @@ OF_OTHERS = {
     | {"--stdin"},
     "Slurm": {"--mpi", "--ntasks", "--signal", "--requeue", "--open-mode", "--job-name", "--time"}
     | {"--output", "--gpus-per-task", "--gpus-per-node", "--cpus-per-task", "--cpu-bind"}
-    | {"--ntasks-per-node"},
+    | {"--nodes", "--ntasks-per-node"},
     "docker": {"--ipc", "--shm-size"},
     "pip, py-spy": {"--no-binary", "--editable", "--group", "--index-url", "--pid"},
     "kubectl": {"--from-literal"},
