@@ -293,3 +293,10 @@ def test_state_that_does_not_fit_is_refused(world):
         with pytest.raises(ValueError, match=text):
             optimizer.step()
     reducer.remove()
+
+
+def test_iterations_run_in_bfloat16_where_hardware_multiplies_it():
+    assert muon.fastest_dtype(torch.device("cuda")) == torch.bfloat16
+    for capabilities, dtype in (({"amx_bf16": True}, torch.bfloat16), ({}, torch.float32)):
+        with patch.object(torch.cpu, "get_capabilities", lambda found=capabilities: found):
+            assert muon.fastest_dtype(torch.device("cpu")) == dtype
