@@ -23,8 +23,8 @@ CODE = ("ddp_from_scratch", "tutorial", "examples", "benchmarks", "tools")
 # What a reader needs first stands first.
 HOW_TO = (
     *("start", "torch-ddp", "from-horovod", "checkpoints", "uneven-data", "models", "buckets"),
-    *("optimizers", "comm-hooks", "find-faults", "timeline", "gpu", "mpi", "shared-memory"),
-    *("slurm", "clusters", "elastic", "same-bits", "observers"),
+    *("optimizers", "comm-hooks", "find-faults", "timeline", "gpu", "mpi", "trainer"),
+    *("shared-memory", "slurm", "clusters", "elastic", "same-bits", "observers"),
 )
 CHAPTERS = [
     f"tutorial/{path.parent.name}/README.md"
