@@ -117,6 +117,16 @@ def test_on_mpi(program):
     assert re.search(r"parameters .* on 2 ranks|loss \d\.\d+ on 2 ranks, backend mpi", printed)
 
 
+def test_the_trainers_page_shows_these_programs():
+    page = (ROOT / "docs" / "how-to" / "trainer.md").read_text()
+    rows = dict(re.findall(r"^\| .* \[(\w+\.py)\]\S+ \| (.*) \|$", page, re.MULTILINE))
+    assert rows.keys() == {"trainer_mpi.py", "accelerate_mpi.py"} <= OTHERS.keys()
+    for program, shown in rows.items():
+        assert f"\nmpirun -n 2 python examples/{program}\n" in page
+        source = (FOLDER / program).read_text()
+        assert [text for text in re.findall("`(.*?)`", shown) if text not in source] == []
+
+
 @pytest.mark.parametrize("program", ON_CLUSTERS)
 def test_on_a_cluster_of_one_machine(program, tmp_path):
     package, command, batches = ON_CLUSTERS[program]

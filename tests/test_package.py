@@ -139,6 +139,17 @@ def test_the_workflow_runs_every_session_of_nox():
     assert f"def {other}(" in sessions
 
 
+def test_the_readme_names_the_versions_that_the_package_declares():
+    sessions = (ROOT / "noxfile.py").read_text()
+    torches = ast.literal_eval(re.search(r"^TORCH = (.*)$", sessions, re.MULTILINE)[1])
+    classifiers = "\n".join(PROJECT["project"]["classifiers"])
+    pythons = re.findall(r"^Programming Language :: Python :: (3\.\d+)$", classifiers, re.MULTILINE)
+    named = f"torch {torches[0]} to {torches[-1]} and Python {pythons[0]} to {pythons[-1]},"
+    assert named in " ".join((ROOT / "README.md").read_text().split())
+    assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
+    assert f"torch>={torches[0]}" in PROJECT["project"]["dependencies"]
+
+
 def test_the_packages_page_shows_the_readmes_example_and_links_nowhere_relative():
     page = (ROOT / PROJECT["project"]["readme"]).read_text()
     (example,) = re.findall(r"```python\n.*?```", page, re.DOTALL)

@@ -33,7 +33,16 @@ HOW_TO = (
         "models",
         "buckets",
     ),
-    *("optimizers", "comm-hooks", "find-faults", "timeline", "gpu", "mpi", "shared-memory"),
+    *(
+        "optimizers",
+        "comm-hooks",
+        "find-faults",
+        "timeline",
+        "gpu",
+        "mpi",
+        "trainer",
+        "shared-memory",
+    ),
     *("slurm", "clusters", "elastic", "same-bits", "observers"),
 )
 CHAPTERS = [

@@ -111,6 +111,9 @@ def test_exercises_fail_as_shipped_and_solutions_pass(options, outcome):
 
 def test_learn_lists_nothing_begun():
     command = [sys.executable, "-m", "tutorial"]
-    lines = subprocess.check_output(command, cwd=ROOT, text=True, timeout=100).splitlines()
+    printed = subprocess.check_output(command, cwd=ROOT, text=True, timeout=100)
+    listed, _, following = printed.partition("\n\n")
+    lines = listed.splitlines()
     assert [re.search(r"tutorial/(\w+)", line)[1] for line in lines] == [c.name for c in CHAPTERS]
+    assert following.startswith("next: read tutorial/01_one_process/README.md")
     assert all(line.endswith("not begun") for line in lines)
