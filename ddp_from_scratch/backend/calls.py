@@ -16,17 +16,17 @@ can be the other's:
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import name_ranks
+from ddp_from_scratch.common.frames import stack_of
 
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = dist.distributed_c10d.__file__
@@ -111,17 +111,18 @@ class BlockingCall:
 
 def blocked() -> BlockingCall | None:
     """Returns the collective in which the main thread is; None if it may be computing."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_code.co_filename == _FUTURES:
-        frame = frame.f_back
-    if frame is None:
+    stack = stack_of(threading.main_thread().ident)
+    while stack and stack[0].f_code.co_filename == _FUTURES:
+        del stack[0]
+    if not stack:
         return None
+    frame = stack[0]
     if frame.f_code.co_filename.startswith(_PACKAGE):
         return BlockingCall(ours=True)
     if frame.f_code.co_filename != _TORCH:
         return None
     outer, wrapped = frame, False
-    for one in _callers(frame):
+    for one in stack:
         wrapped = wrapped or one.f_code.co_filename.endswith(_WRAPPER)
         if one.f_code.co_filename == _TORCH:
             outer = one
@@ -132,12 +133,6 @@ def blocked() -> BlockingCall | None:
         return None
     group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
     return BlockingCall(False, function, group, wrapped)
-
-
-def _callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 # A rank's position, and its comparison with others' ----------------------------------------------

@@ -2,12 +2,12 @@
 
 import linecache
 import os
-import sys
 import sysconfig
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+
+from ddp_from_scratch.common.frames import stack_of
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -24,7 +24,7 @@ def place_of(thread: int) -> str:
 
     Any thread may call it, while the other runs.
     """
-    frames = list(_frames(sys._current_frames().get(thread)))
+    frames = stack_of(thread)
     if not frames:
         return ""
     at = next((index for index, frame in enumerate(frames) if not _is_library(frame)), None)
@@ -39,13 +39,6 @@ def place_of(thread: int) -> str:
     source = linecache.getline(program.f_code.co_filename, program.f_lineno or 0).strip()
     line = f"{_file(program)}:{program.f_lineno}{': ' if source else ''}{source}"
     return line if program is inside else f"{line}, in {called}"
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields a frame and its callers, the innermost first."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_library(frame: FrameType) -> bool:

@@ -1,7 +1,11 @@
 """Where a thread of a program is, told from another thread."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
+
+import pytest
 
 from ddp_from_scratch.watch import place
 
@@ -52,3 +56,31 @@ def test_what_the_program_has_called_of_this_package_is_named_before_others():
 def test_a_thread_without_a_line_of_the_programs(monkeypatch):
     monkeypatch.setattr(place, "_is_library", lambda frame: True)
     assert place_in(wait, "(wait)").startswith("threading.py:")
+
+
+# As a finalizer does that waits for a thread to end, which is how a Reducer ends its watch.
+COLLECTS_WHILE_LOOKING = """
+import _thread, gc, threading
+from ddp_from_scratch.watch.place import place_of
+
+def collected(phase, info):
+    if phase == "start":
+        _thread.start_new_thread(int, ())
+
+gc.callbacks.append(collected)
+gc.set_threshold(5)
+kept = []
+for i in range(300):
+    kept += [place_of(threading.get_ident()), []]
+print(gc.isenabled())
+gc.disable()
+place_of(threading.get_ident())
+print(gc.isenabled())
+"""
+
+
+@pytest.mark.program
+def test_a_garbage_collection_meanwhile_does_not_deadlock_the_process():
+    command = [sys.executable, "-c", COLLECTS_WHILE_LOOKING]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (ran.stdout.split(), ran.stderr) == (["True", "False"], "")
