@@ -184,7 +184,9 @@ FORKS = """
 @pytest.mark.program
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shares memory")
 @pytest.mark.parametrize("block", [True, slow(False)])
-@pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), slow("mpirun", "mpi")])
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [slow("start_ranks", "gloo"), slow("mpirun", "mpi")]
+)
 def test_a_process_that_a_rank_forks_leaves_the_group_alone(launcher, backend, block, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(FORKS))
