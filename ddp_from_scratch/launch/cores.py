@@ -196,7 +196,9 @@ def divide(cores: Cores, ranks: int, bind: str = "auto") -> Plan:
             text = f"{ranks} ranks x {threads} threads, by a cgroup's quota of {quota:g} CPUs"
         return Plan(threads, text=text if ranks > 1 and bind != "none" else "")
     place, parts = _deal(cores.cores, ranks, threads)
-    text = f"{ranks} ranks x {threads} cores{_described(place, parts)}" if threads > 1 else ""
+    text = ""
+    if threads > 1 or bind != "auto":  # a core for each rank is what everybody expects
+        text = f"{ranks} ranks x {_count(threads, 'core')}{_described(place, parts)}"
     if bind == "socket":
         sockets = [{core.socket for core in part} for part in parts]
         parts = [[core for core in cores.cores if core.socket in own] for own in sockets]

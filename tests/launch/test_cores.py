@@ -157,6 +157,10 @@ def test_ranks_of_a_socket_may_have_all_of_it(tmp_path):
     plan = divide(cores, 4, "socket")
     assert (plan.threads, plan.cpus) == (2, ["0-3", "0-3", "4-7", "4-7"])
     assert divide(cores, 4, "cores") == divide(cores, 4)
+    assert (
+        divide(cores, 8, "cores").text
+        == "8 ranks x 1 core, a rank for each quarter of sockets 0 and 1"
+    )
 
 
 def test_what_cannot_be_bound_is_refused(tmp_path):
