@@ -1,4 +1,4 @@
-"""Four programs that hang with gloo, each with a tool that says where.
+"""Five programs that hang with gloo, each with a tool that says where.
 
 python -m tutorial.09_hang.hang
 """
@@ -18,7 +18,7 @@ import ddp_from_scratch.node  # the backend "node", which compares calls
 from tutorial.options import read_options
 from tutorial.ranks import start
 from tutorial.sampler import Sampler, recorded
-from tutorial.show.hang import show
+from tutorial.show.hang import reason, show
 
 PATIENCE, STALL = 2.0, 0.7  # seconds until a rank gives up, and until a tool reports
 if __name__ == "__mp_main__":  # on a rank, and before it joins the others
@@ -61,6 +61,17 @@ def other_order(group):
             dist.all_reduce(gradient, group=group)
 
 
+def other_call(group):
+    """Rank 0 finds its model good after the third step, and sends it; rank 1 does not expect it."""
+    model = torch.nn.Linear(4, 1)
+    for step in range(5):
+        sleep(0.05)
+        model(torch.randn(8, 4)).mean().backward()
+        dist.all_reduce(model.weight.grad, group=group)
+        if step == 2 and dist.get_rank() == 0:
+            dist.broadcast(model.weight.detach(), 0, group=group)
+
+
 def lost_error(group):
     """Rank 1 finds a spoilt example in its second batch, and continues with the third."""
     model = torch.nn.Linear(4, 1)
@@ -75,30 +86,41 @@ def lost_error(group):
         dist.all_reduce(model.weight.grad, group=group)
 
 
-PROGRAMS = {checkpoint: "gloo", uneven: "gloo", other_order: "node", lost_error: "gloo"}
+DETAIL = "other_call, with torch's DETAIL"
+# By title, a program and its backend.
+PROGRAMS = {
+    "checkpoint": (checkpoint, "gloo"),
+    "uneven": (uneven, "gloo"),
+    "other_order": (other_order, "node"),
+    "other_call": (other_call, "node"),
+    DETAIL: (other_call, "gloo"),
+    "lost_error": (lost_error, "gloo"),
+}
 
 
-def run(name, backend):
+def run(title):
     """Runs one of the programs; returns what the tools report on this rank."""
+    program, backend = PROGRAMS[title]
+    if title == DETAIL:  # as TORCH_DISTRIBUTED_DEBUG=DETAIL does for a whole program
+        dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=PATIENCE))
     sampler, printed, error = Sampler(__file__), io.StringIO(), "ends well"
     sampler.start()
     try:
         with redirect_stderr(printed):
-            globals()[name](group)
+            program(group)
     except RuntimeError as raised:
         error = f"gives up after {sampler.seconds():.1f} s"
-        if "failed: " in str(raised):  # gloo's own errors contain nothing more
-            error += ":\n    " + str(raised).split("failed: ")[1].replace("; ", ";\n    ")
+        error += reason(str(raised))
     sampler.ended.set()
     sampler.join()
     return sampler.at(2 * STALL), list(sampler.spans()), printed.getvalue(), recorded(), error
 
 
 def main():
-    """Runs the four programs, and shows how each ends, and what its tool reports."""
+    """Runs the programs, and shows how each ends, and what its tool reports."""
     options = read_options(__doc__, nproc=2)
-    found = {p.__name__: start(run, options.nproc, p.__name__, PROGRAMS[p]) for p in PROGRAMS}
+    found = {title: start(run, options.nproc, title) for title in PROGRAMS}
     show(found, options.picture)
 
 
