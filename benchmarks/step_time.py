@@ -27,8 +27,7 @@ _DRAWN_NAME = re.compile(r"(?:ddp\.\w+)?(.*?) on (?:gloo|nccl)(.*)")
 
 
 def draw(job: BenchmarkJob, run: Run, folder: Path) -> None:
-    title = f"{workload(job.model).name}; {job.nproc} ranks"
-    draw_run(job.file_name, title, run, folder)
+    draw_run(job.file_name, job.model, job.nproc, run, folder)
 
 
 def draw_file(path: Path) -> None:
@@ -38,15 +37,18 @@ def draw_file(path: Path) -> None:
         raise UsageError(f"--draw needs a JSON file that this program has written, got {path}")
     samples = [Samples(**sample) for sample in content["samples"]]
     run = Run(samples, content["settings"]["way"] != "alone", content.get("disturbed"))
-    draw_run(path.stem, content["title"], run, path.parent)
+    settings = content["settings"]
+    draw_run(path.stem, settings["model"], settings["nproc"], run, path.parent)
 
 
-def draw_run(name: str, title: str, run: Run, folder: Path) -> None:
+def draw_run(name: str, model: str, nproc: int, run: Run, folder: Path) -> None:
+    title = f"{workload(model).name}; {nproc} ranks"
     warning = "" if run.disturbed is None else "; NOT A QUIET MACHINE"
     draw_bars(
         name,
         f"a training step: {title}{warning}",
-        "time / that of torch's DDP at its fastest setting; the line of a bar is the 95 % interval",
+        "time of a step / that of torch's DDP at its fastest setting; shorter is faster\n"
+        "the line of a bar is the 95 % interval",
         {"": bars(run)},
         folder,
         unit=1.0,

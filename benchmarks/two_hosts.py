@@ -251,8 +251,8 @@ def draw(
         f"two_hosts-{model}-{backend}-{ranks}",
         f"a training step across a wire: {WORKLOADS[model].name}; {backend}, {ranks} ranks on "
         f"2 hosts",
-        "ms per step, fused SGD; a bar ends at the median, its line spans the quartiles,\n"
-        f"the number is the ratio to torch DDP in full precision{missing}",
+        "ms per step, fused SGD; shorter is faster. A bar ends at the median, its line spans the "
+        f"quartiles,\nand its number is the ratio to torch DDP in full precision{missing}",
         {
             f"{gbit:g} Gbit/s": bars([Result(**sample) for sample in samples])
             for gbit, samples in sorted(by_speed.items())

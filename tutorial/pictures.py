@@ -8,8 +8,11 @@ COLOURS = {
     "wait": "#d62728",
     "update": "#cc79a7",
     "copy": "#e69f00",
-    "travels": "#009e73",
+    "in flight": "#009e73",
 }
+# Legible on a white page and on a black one: pictures are transparent.
+INK = "#757575"
+INKED = "text.color axes.labelcolor axes.edgecolor grid.color xtick.color ytick.color".split()
 OTHERS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
 
 
@@ -26,7 +29,7 @@ def timelines(path, panels):
         for place, spans in enumerate(rows.values()):
             for what, begin, end in spans:
                 bar = [(begin, end - begin)], (place - 0.4, 0.8)
-                edge = {"edgecolor": "white", "linewidth": 0.5 if what == "travels" else 0}
+                edge = {"edgecolor": "white", "linewidth": 0.5 if what == "in flight" else 0}
                 axes.broken_barh(*bar, facecolor=COLOURS[what], **edge)
                 kinds.add(what)
         axes.set_title(title, loc="left", fontsize=10)
@@ -105,7 +108,7 @@ def tables(path, panels, shade):
         axes.imshow([[share for _, share in row] for row in rows], "Blues", vmin=0, vmax=1.6)
         for y, row in enumerate(rows):
             for x, (text, _) in enumerate(row):
-                axes.text(x, y, text, ha="center", va="center", fontsize=8)
+                axes.text(x, y, text, ha="center", va="center", fontsize=8, color="black")
         axes.set_title(title, fontsize=9)
         axes.set_xticks([])
         first = axes is figure.axes[0]
@@ -117,11 +120,13 @@ def tables(path, panels, shade):
 
 def _figure(height):
     try:
+        from matplotlib import rcParams
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         print("no picture: matplotlib is not installed")
         return None
+    rcParams.update(dict.fromkeys(INKED, INK))
     figure = Figure(figsize=(8, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -131,5 +136,5 @@ def _save(figure, path):
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=100, transparent=True)
     print(f"picture: {path}")

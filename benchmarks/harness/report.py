@@ -16,6 +16,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 # Distinct for colour-blind readers, and in print.
 COLOURS = {"torch": "#d55e00", "reference": "#9a9a9a", "ours": "#0072b2"}
 _LEGEND = ("torch", "no communication", "this library")
+INK = "#757575"  # as the text of pictures.mplstyle
 _LIMIT = {"color": "black", "linestyle": "none", "marker": "|", "markersize": 13}
 
 
@@ -112,7 +113,8 @@ def draw_bars(
         _draw_panel(plot, panel, bars)
         if unit is not None:
             plot.axvline(unit, color=COLOURS["torch"], linewidth=1)
-    plots.flat[-1].set_xlabel(label)
+    # It ends where the axis ends: a long one has room to the left.
+    plots.flat[-1].set_xlabel(label, x=1, ha="right")
     figure.suptitle(title, x=0.01, ha="left")
     used = {bar.kind for bars in panels.values() for bar in bars}
     kinds = [(COLOURS[k], name) for k, name in zip(COLOURS, _LEGEND, strict=True) if k in used]
@@ -124,6 +126,8 @@ def draw_bars(
 
 
 def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
+    from matplotlib.patheffects import withStroke
+
     middles = [bar.quartiles[1] for bar in bars]
     errors = [
         [bar.quartiles[1] - bar.quartiles[0] for bar in bars],
@@ -131,12 +135,14 @@ def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
     ]
     places = [place + sum(bar.apart for bar in bars[: place + 1]) / 2 for place in range(len(bars))]
     colours = [COLOURS[bar.kind] for bar in bars]
-    plot.barh(places, middles, xerr=errors, color=colours, error_kw={"linewidth": 0.8})
+    drawn = plot.barh(places, middles, xerr=errors, color=colours, error_kw={"linewidth": 0.8})
+    outline = [withStroke(linewidth=2, foreground="white")]
+    drawn.errorbar.lines[2][0].set_path_effects(outline)  # to be seen on a dark page
     limits = [
         (b.limit, place) for place, b in zip(places, bars, strict=True) if b.limit is not None
     ]
     if limits:
-        plot.plot(*zip(*limits, strict=True), **_LIMIT)
+        plot.plot(*zip(*limits, strict=True), **_LIMIT, path_effects=outline)
     most = max(bar.quartiles[2] for bar in bars)
     for place, bar in zip(places, bars, strict=True):
         # To the right of the quartiles' line, which would cross the label.
@@ -184,13 +190,13 @@ def draw_progress(
         slow.step(seconds[1:], took, color=colour, linewidth=0.8)
         for when, fault in faults:
             at = max((epoch for second, epoch in epochs if second <= when), default=0)
-            far.plot(when, at, "x", color="black", markersize=5)
+            far.plot(when, at, "x", color=INK, markersize=5)
             slow.axvline(when, color=colour, linewidth=0.5, linestyle=":")
             if names[fault] == 1:
                 where = {"xytext": (6, -3), "textcoords": "offset points", "va": "top"}
                 far.annotate(fault, (when, at), fontsize=8, **where)
     for fault in (fault for fault, count in names.items() if count > 1):
-        far.plot([], [], "x", color="black", markersize=5, label=fault)
+        far.plot([], [], "x", color=INK, markersize=5, label=fault)
     far.set(ylabel="epochs", title=title)
     slow.set(xlabel="seconds", ylabel="seconds for an epoch", yscale="log")
     slow.yaxis.set_major_locator(pyplot.matplotlib.ticker.LogLocator(subs=(1, 2, 5)))

@@ -52,6 +52,11 @@ COLOURS = {
     "waits for a rank": "#f4c7a5",
     "in flight": "#009e73",
 }
+# Of a picture, which is transparent: legible on a white page and on a black one.
+_INK = dict.fromkeys(
+    ("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color", "xtick.color", "ytick.color"),
+    "#757575",
+)
 
 
 class Bar(NamedTuple):
@@ -188,10 +193,20 @@ def draw(record: Record, step: StepTimes, *paths: Path) -> bool:
 def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = "") -> bool:
     """Draws captioned panels of rows on one ms scale; file names choose the formats."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        from matplotlib import rc_context
     except ImportError:
         return False
+    with rc_context(_INK):
+        figure = _figure(panels, title)
+        for path in paths:
+            figure.savefig(path, dpi=120, transparent=True)
+    return True
+
+
+def _figure(panels: Mapping[str, Sequence[Row]], title: str) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     counts = [len(rows) for rows in panels.values()]
     figure = Figure(figsize=(12, 1.2 + 0.28 * sum(counts) + 0.45 * len(counts)))
     # Not pyplot, which the program may use with a backend of its own.
@@ -209,7 +224,8 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
                 axes.broken_barh(*bar, color=COLOURS[kind.in_picture], linewidth=0)
                 if span.length > _LABELLED * longest:
                     at = (span.begin + span.end) / 2, place
-                    axes.text(*at, f"{span.length:.0f}", ha="center", va="center", fontsize=7)
+                    where = {"ha": "center", "va": "center", "fontsize": 7, "color": "black"}
+                    axes.text(*at, f"{span.length:.0f}", **where)
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         for side in ("top", "right", "left"):
@@ -225,9 +241,7 @@ def draw_panels(panels: Mapping[str, Sequence[Row]], *paths: Path, title: str = 
         figure.suptitle(title)
     handles = [axes.barh(0, 0, color=colour, label=what) for what, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    for path in paths:
-        figure.savefig(path, dpi=120)
-    return True
+    return figure
 
 
 def as_html(record: Record) -> str:

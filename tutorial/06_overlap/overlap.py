@@ -69,7 +69,7 @@ def train(overlapped):
         optimizer.step()
         spans = list(zip(("forward", "backward", "wait"), marks, marks[1:], strict=False))
         if overlap:
-            spans += [("travels", *times) for times in overlap.travels]
+            spans += [("in flight", *times) for times in overlap.travels]
             overlap.travels.clear()
         steps.append([(what, *(1000 * (t - marks[0]) for t in span)) for what, *span in spans])
     steps.sort(key=lambda spans: spans[2][2])

@@ -46,7 +46,7 @@ class Stream:
 def launch(compute, nccl, ms):
     """Queues an all-reduce of what is computed so far; returns the event of its end."""
     nccl.wait(compute.record())
-    nccl.run("travels", ms)
+    nccl.run("in flight", ms)
     return nccl.record()
 
 

@@ -20,7 +20,7 @@ def show(rows, path):
         if cap in DRAWN:
             begin = fastest[0]
             own = [(what, *span) for what, span in zip(times, pairwise(fastest), strict=True)]
-            sent = [("travels", *span) for span in travels if span[0] > begin][:buckets]
+            sent = [("in flight", *span) for span in travels if span[0] > begin][:buckets]
             spans = {"rank 0": own, "its buckets": sent}
             timelines[f"buckets' cap in MB: {name(cap)}"] = {
                 row: [(what, 1000 * (b - begin), 1000 * (e - begin)) for what, b, e in bars]

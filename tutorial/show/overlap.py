@@ -12,7 +12,7 @@ def show(result, nproc, path):
         exposed.append(end - backward)
         ms = f"backward {backward - forward:5.1f} ms, then waits {end - backward:5.1f} ms"
         print(f"{name:<8} {ms}, together {end - forward:5.1f} ms")
-        rows = {"rank 0": [span for span in spans if span[0] != "travels"]}
+        rows = {"rank 0": [span for span in spans if span[0] != "in flight"]}
         if spans[3:]:
             rows["its gradients"] = spans[3:]
         panels[name] = rows
