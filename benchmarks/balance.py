@@ -46,7 +46,7 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.balance", __doc__)
-    add_common_options(parser, models=("mlp",), backends=("gloo", "mpi"))
+    add_common_options(parser, models=("resnet18",), backends=("gloo", "mpi"))
     text = "how many times slower rank 1 is (default: 1 1.5 2.2 4)"
     factors = [1.0, 1.5, 2.2, 4.0]
     parser.add_argument("--slower", type=float, nargs="+", default=factors, metavar="X", help=text)

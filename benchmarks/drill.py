@@ -2,7 +2,7 @@
 
 Examples:
     python -m benchmarks.drill                some minutes
-    python -m benchmarks.drill --every 15     the same in less time
+    python -m benchmarks.drill --every 10     the same in less time
 
 A run of four ranks with virtual ranks (`run.py --elastic --balance --recheck 1`) has five faults,
 one after another: kill -9 of a rank; a rank sleeps in each of its virtual ranks, until the next
@@ -76,8 +76,8 @@ def main() -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.drill", __doc__)
-    text = "epochs between two faults, and before and after all of them (default: 50)"
-    parser.add_argument("--every", type=int, default=50, metavar="N", help=text)
+    text = "epochs between two faults, and before and after all of them (default: 20)"
+    parser.add_argument("--every", type=int, default=20, metavar="N", help=text)
     options = parser.parse_args(arguments)
     if options.every < 1:
         raise UsageError(f"--every must be 1 or more, got {options.every}")

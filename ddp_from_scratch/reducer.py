@@ -434,6 +434,12 @@ class Reducer:
         """The virtual ranks that this rank runs in a step of the current group, in order."""
         return self._with_virtual_ranks().range()
 
+    @property
+    def rechecked_steps(self) -> int:
+        """In how many steps so far `recheck_every` has found the same bits on two ranks."""
+        recheck = self._with_virtual_ranks().recheck
+        return 0 if recheck is None else recheck.steps
+
     def virtual_rank(self, index: int) -> AbstractContextManager[None]:
         """A context for virtual rank `index`: forward, and one backward without `no_sync()`."""
         return self._with_virtual_ranks().run(index)

@@ -13,11 +13,12 @@ import sys
 from collections import defaultdict
 from contextlib import redirect_stdout
 from difflib import unified_diff
+from importlib.metadata import version
 
 from tutorial.chapters import CHAPTERS, TUTORIAL, chapter, page, programs
 
 COLOURS = {"passes": 32, "not begun": 90, "+": 32, "-": 31, "@": 36}
-# By chapter, a checksum of the code that passed: its tests need not run again.
+# By chapter, a checksum of what its tests depend on, which passed: they need not run again.
 PASSED = TUTORIAL.parent / "build" / "learn.json"
 ALL_PASS = "every exercise passes: docs/how-it-works.md and CONTRIBUTING.md lead into the library"
 
@@ -58,9 +59,13 @@ def state_of(folder):
 
 
 def digest(folder):
-    """Returns a checksum of a chapter's code."""
-    code = [file.read_bytes() for file in sorted(folder.glob("*.py"))]
-    return hashlib.sha256(b"\0".join(code)).hexdigest()[:16]
+    """Returns a checksum of what the result of a chapter's tests depends on."""
+    library = (TUTORIAL.parent / "ddp_from_scratch").rglob("*.py")
+    files = sorted([*folder.glob("*.py"), *TUTORIAL.glob("*.py"), *library])
+    found = hashlib.sha256(f"{sys.version} {version('torch')}".encode())
+    for file in files:
+        found.update(file.read_bytes())
+    return found.hexdigest()[:16]
 
 
 def next_step(folder, state):

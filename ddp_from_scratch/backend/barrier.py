@@ -366,6 +366,7 @@ class CheckedBarrier:
         return self.fail(text)
 
     def _time_out(self) -> CommunicationError:
+        self._memory.gave_up[0] = self._number  # first, since looking takes up to a second
         where = whereabouts(self.missing(), self._timeout)
         text = f"the timeout of {self._timeout:g} s passed without {self.missing_names}{where}"
         return self._give_up(text)

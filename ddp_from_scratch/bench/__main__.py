@@ -57,7 +57,7 @@ from pathlib import Path
 
 from ddp_from_scratch.bench import layouts
 from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
-from ddp_from_scratch.bench.results import Run, Samples, compact_json, save, table, verdict
+from ddp_from_scratch.bench.results import Run, Samples, compact_json, kind, save, table, verdict
 from ddp_from_scratch.bench.timing import WAYS, BenchmarkJob, Content, default_ranks, measure
 from ddp_from_scratch.bench.workloads import WORKLOADS, workload
 from ddp_from_scratch.common.errors import UsageError
@@ -83,7 +83,7 @@ def main(
     if environment.launcher() != "none":
         return _under_launcher(options)
     for name in options.model:
-        workload(name)  # reports a mistake before the first job runs
+        workload(name).check()  # reports a mistake before the first job runs
     if options.layouts:
         return _compare_layouts(options)
     for nproc, name in product(options.nproc, options.model):
@@ -149,6 +149,11 @@ def _check_layouts(options: argparse.Namespace) -> None:
             raise UsageError(f"--layouts chooses --{name}: leave it out")
     if "nccl" in options.backend or len(options.way) > 1:
         raise UsageError("--layouts is for gloo and mpi, in one --way")
+    if options.contender and "ours" not in map(kind, options.contender):
+        raise UsageError(
+            f"--layouts compares torch's DDP with this library: add one of its contenders, as "
+            f"{layouts.COMPARED[-1]!r}, got --contender {' '.join(map(repr, options.contender))}"
+        )
 
 
 def _default_backends() -> list[str]:

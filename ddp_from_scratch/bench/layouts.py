@@ -8,7 +8,7 @@ from typing import Any
 from ddp_from_scratch.bench.results import Run, Samples, fastest, save, text_table
 from ddp_from_scratch.bench.timing import BenchmarkJob, Content
 from ddp_from_scratch.bench.workloads import workload
-from ddp_from_scratch.launch.cores import own_cpus, read
+from ddp_from_scratch.launch.cores import options_of_mpirun, own_cpus, read
 
 # Beside torch's DDP, in two of its settings; a machine with many cores has many layouts.
 COMPARED = ("torch DDP, views", "Reducer, views", "ddp.SGD")
@@ -35,7 +35,8 @@ def compare(job: BenchmarkJob, run: Callable[[BenchmarkJob], Content], results: 
 
     The batch of the machine has the same size in all: one of the workload for each core.
     """
-    cores = read(own_cpus()).most_threads
+    here = read(own_cpus())
+    cores, sockets = here.most_threads, len({core.socket for core in here.cores})
     of = workload(job.model)
     batch, found, contents = cores * of.samples(), [], []
     for ranks, threads in layouts_of(cores):
@@ -49,7 +50,8 @@ def compare(job: BenchmarkJob, run: Callable[[BenchmarkJob], Content], results: 
         merged["settings"] |= {"benchmark": "layouts", "batch": batch}
         save(f"layouts-{job.file_name}".replace("step_time-", ""), merged, results)
     title = f"{of.name} for each of {cores} cores: {batch} samples in a step of this machine"
-    return f"{title}\n{report(found)}"
+    disturbed = next(filter(None, (content.get("disturbed") for content in contents)), None)
+    return f"{title}\n{report(found, disturbed, sockets)}"
 
 
 def layout(ranks: int, threads: int, batch: int, samples: Sequence[Samples]) -> Layout:
@@ -62,8 +64,11 @@ def layout(ranks: int, threads: int, batch: int, samples: Sequence[Samples]) -> 
     return Layout(ranks, threads, speeds[0], speeds[1], ours.name)
 
 
-def report(found: Sequence[Layout]) -> str:
-    """Returns the table in samples per second, the fastest layout, and the line that starts it."""
+def report(found: Sequence[Layout], disturbed: str | None = None, sockets: int = 1) -> str:
+    """Returns the table in samples per second, the fastest layout, and the line that starts it.
+
+    No layout is the fastest if `disturbed`, a sign that the machine was not quiet.
+    """
     rows = [
         [f"{one.ranks} x {one.threads}", f"{one.torch_ddp:,.0f}", f"{one.ours:,.0f}", one.name]
         for one in found
@@ -71,22 +76,24 @@ def report(found: Sequence[Layout]) -> str:
     best = max(found, key=lambda one: one.ours)
     of_torch = max(found, key=lambda one: one.torch_ddp)
     headers = ["ranks x threads", "torch DDP", "ours", "in samples per second, with"]
-    return "\n".join(
-        [
-            text_table(headers, rows),
-            f"fastest: {best.ranks} x {best.threads}, {best.name}; torch's DDP: "
-            f"{of_torch.ranks} x {of_torch.threads}",
-            f"start it: {command_for(best)}",
-        ]
-    )
+    lines = [
+        f"fastest: {best.ranks} x {best.threads}, {best.name}; torch's DDP: "
+        f"{of_torch.ranks} x {of_torch.threads}",
+        f"start it: {command_for(best, sockets)}",
+    ]
+    if disturbed is not None:
+        lines = [f"no verdict: the machine was not quiet ({disturbed})"]
+    return "\n".join([text_table(headers, rows), *lines])
 
 
-def command_for(best: Layout) -> str:
-    """Returns the line that starts a program of the user's own in a layout."""
+def command_for(best: Layout, sockets: int = 1) -> str:
+    """Returns the line that starts a program of the user's own in a layout of all cores."""
     if best.ranks == 1:
         return f"OMP_NUM_THREADS={best.threads} python train.py"
     if " on mpi" in best.name:
-        return f"mpirun -n {best.ranks} --map-by socket:PE={best.threads} python train.py"
+        cores = best.ranks * best.threads
+        options = options_of_mpirun(best.ranks, best.threads, cores, sockets)
+        return f"mpirun -n {best.ranks} {options} python train.py"
     by_torchrun = f"torchrun --nproc-per-node {best.ranks} train.py"
     return (
         f"OMP_NUM_THREADS={best.threads} {by_torchrun}, or with cores of its own for each rank "

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_from_scratch.common.process import processor_name
+from ddp_from_scratch.launch.environment import STARTED_HERE
 
 # Contenders' names; those of torch's class begin with TORCH.
 NO_COMMUNICATION = "no communication"
@@ -229,7 +230,8 @@ def describe() -> dict[str, Any]:
 
 def usable_cpus() -> int:
     """Returns how many CPUs this job may use: a rank may be bound to some of its launcher's."""
-    return max(len(os.sched_getaffinity(pid)) for pid in (0, os.getppid()))
+    pids = (0, os.getppid()) if STARTED_HERE in os.environ else (0,)
+    return max(len(os.sched_getaffinity(pid)) for pid in pids)
 
 
 def _git(*arguments: str) -> str | None:

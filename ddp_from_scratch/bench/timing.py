@@ -36,6 +36,7 @@ from ddp_from_scratch.bench.results import (
 )
 from ddp_from_scratch.bench.workloads import Workload, workload
 from ddp_from_scratch.common import gpu
+from ddp_from_scratch.launch.environment import STARTED_HERE
 from ddp_from_scratch.launch.start import start_mpirun, start_ranks
 from ddp_from_scratch.sync.check_sync import check_sync
 from ddp_from_scratch.world.world import process_group
@@ -97,6 +98,8 @@ def measure(job: BenchmarkJob) -> dict[str, Any] | None:
     torch.set_num_threads(job.threads)
     of = workload(job.model).joined(job.batches)
     with process_group(job.backend) as world:
+        if STARTED_HERE not in os.environ:  # else the parent has checked it
+            of.check()
         # Sorted, since making a group is collective and needs the same order on all ranks.
         others = sorted({spec.group for spec in job.rows if spec.group} - {world.backend})
         groups: dict[str, Any] = {backend: dist.new_group(backend=backend) for backend in others}

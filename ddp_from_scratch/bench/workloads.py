@@ -15,7 +15,6 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ddp_from_scratch.common.errors import PeerError, UsageError, one_line
-from ddp_from_scratch.launch.rank_process import is_communication_error
 from ddp_from_scratch.training.errors import needs_extra
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -34,6 +33,29 @@ class Workload:
     model: Callable[[], nn.Module]  # initialised with torch's random generator
     batch: Callable[[], Any]  # an argument of `loss`
     loss: Loss = _classification_loss
+    is_own: bool = False  # True if it is from a file of the user's
+
+    def check(self) -> None:
+        """Computes the loss of a model of the user's once.
+
+        Raises:
+            UsageError: the default loss does not fit the model and its batch.
+        """
+        if not self.is_own:
+            return
+        try:
+            with torch.no_grad():
+                self.loss(self.model().eval(), self.batch())
+        except (TypeError, ValueError, RuntimeError) as error:
+            if self.loss is not _classification_loss or isinstance(error, torch.OutOfMemoryError):
+                raise
+            # All ranks of a launcher raise it, so only rank 0 reports it.
+            kind = PeerError if dist.is_initialized() and dist.get_rank() else UsageError
+            raise kind(
+                f"{self.name.partition(',')[0]} returns no loss, and the default one, "
+                f"cross_entropy(model(batch[0]), batch[1]), raises {type(error).__name__}: "
+                f"{one_line(error)}: return a third value, a function loss(model, batch)"
+            ) from error
 
     def joined(self, count: int) -> "Workload":
         """Returns the same with batches of `count` times as many samples, the first dimension."""
@@ -76,28 +98,8 @@ def _of_file(path: Path, function: str) -> Workload:
             f"{type(made).__name__}"
         )
     name = f"{path.name}:{function}, {_megabytes(made[0])}"
-    loss = made[2] if len(made) == 3 else _default_loss_of(f"{path}:{function}")
-    return Workload(name, lambda: make()[0], lambda: make()[1], loss)
-
-
-def _default_loss_of(name: str) -> Loss:
-    """Returns the default loss, which says what to do if it does not fit a model and its batch."""
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        try:
-            return _classification_loss(model, batch)
-        except (TypeError, ValueError, RuntimeError) as error:
-            if is_communication_error(error):
-                raise
-            # All ranks raise it, so only rank 0 reports it.
-            kind = PeerError if dist.is_initialized() and dist.get_rank() else UsageError
-            raise kind(
-                f"{name} returns no loss, and the default one, cross_entropy(model(batch[0]), "
-                f"batch[1]), raises {type(error).__name__}: {one_line(error)}: return a third "
-                f"value, a function loss(model, batch)"
-            ) from error
-
-    return loss
+    loss = made[2] if len(made) == 3 else _classification_loss
+    return Workload(name, lambda: make()[0], lambda: make()[1], loss, is_own=True)
 
 
 def _of_torchvision(name: str) -> Workload:

@@ -1,12 +1,12 @@
 """The Python stack of another thread."""
 
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-
-_looking = threading.Lock()  # one thread at a time may pause garbage collection
 
 
 def stack_of(thread: int | None) -> list[FrameType]:
@@ -14,18 +14,37 @@ def stack_of(thread: int | None) -> list[FrameType]:
 
     The list is empty if the thread has ended. Any thread may call it, while the other runs.
     """
-    # Before Python 3.12, `_current_frames` holds the interpreter's lock on threads. A garbage
-    # collection in it, whose finalizers wait for a thread, would deadlock the process
-    # (https://github.com/python/cpython/issues/106883).
-    with _looking:
-        collects = gc.isenabled()
-        gc.disable()
+    with _no_collection():
+        frame = sys._current_frames().get(thread or 0)
+    return list(_with_callers(frame))
+
+
+# One thread at a time pauses garbage collection, and a fork waits until it goes on.
+_paused = threading.Lock()
+os.register_at_fork(
+    before=_paused.acquire,
+    after_in_parent=_paused.release,
+    after_in_child=_paused.release,
+)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pauses garbage collection, in Python 3.11.
+
+    There `_current_frames` holds the interpreter's lock on threads. A collection in it, whose
+    finalizers wait for a thread, would deadlock the process
+    (https://github.com/python/cpython/issues/106883).
+    """
+    with _paused:
+        collects = gc.isenabled() and sys.version_info < (3, 12)
+        if collects:
+            gc.disable()
         try:
-            frame = sys._current_frames().get(thread or 0)
+            yield
         finally:
             if collects:
                 gc.enable()
-    return list(_with_callers(frame))
 
 
 def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:

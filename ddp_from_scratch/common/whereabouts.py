@@ -3,9 +3,13 @@
 A group does not know it. What does (`watch/stall.py`) adds itself to `sources`.
 """
 
+import threading
 import weakref
 from collections.abc import Iterable
 from typing import Protocol
+
+# Seconds for which an error waits for this. A call to the store of a rank that is stopped blocks.
+_LIMIT_S = 1.0
 
 
 class Source(Protocol):
@@ -26,9 +30,16 @@ def whereabouts(ranks: Iterable[int], waited: float) -> str:
 
     The caller has waited for these ranks for `waited` seconds.
     """
-    told = []
-    for rank in ranks:
-        known = (source.whereabouts(rank, waited) for source in list(sources))
-        if text := next(filter(None, known), ""):
-            told.append(f"; rank {rank} {text}")
+    told: list[str] = []
+
+    def look() -> None:
+        for rank in ranks:
+            known = (source.whereabouts(rank, waited) for source in list(sources))
+            if text := next(filter(None, known), ""):
+                told.append(f"; rank {rank} {text}")
+
+    if sources:
+        thread = threading.Thread(target=look, name="ddp whereabouts", daemon=True)
+        thread.start()
+        thread.join(_LIMIT_S)
     return "".join(told)

@@ -18,13 +18,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
 from typing import BinaryIO, TypeAlias
 
 from ddp_from_scratch.common.process import stat_fields
 from ddp_from_scratch.launch.claim import environment_without_rank
-from ddp_from_scratch.launch.cores import bind_to
+from ddp_from_scratch.launch.cores import as_if_bound_to
 from ddp_from_scratch.launch.debugging import has_stdin
 from ddp_from_scratch.launch.environment import CPUS
 from ddp_from_scratch.launch.fork_server import ForkServer, RemoteRank, can_fork
@@ -136,6 +135,7 @@ class Agent:
             if path is not None:
                 pipes = [files.enter_context(open(f"{path}{n}", "wb", 0)) for n in (1, 2)]
                 environ.setdefault("PYTHONUNBUFFERED", "1")  # a killed rank has no time to flush
+            files.enter_context(as_if_bound_to(cpus))
             return subprocess.Popen(
                 self.command,
                 env=environ,
@@ -143,7 +143,7 @@ class Agent:
                 stdout=pipes[0],
                 stderr=pipes[1],
                 start_new_session=True,
-                preexec_fn=partial(bind_to, cpus) if cpus else self.set_up,
+                preexec_fn=self.set_up,
             )
 
     def _cpus_for(self, member: int) -> str:

@@ -22,7 +22,7 @@ _OF_RANKS = re.compile(
     r"|OMPI_(COMM_)?WORLD_.*|PMIX?_.*|MPI_LOCAL.*|PRTE_LAUNCHED"
     r"|SLURM_(PROCID|LOCALID|NODEID|STEPID|STEP_.*)"
     r"|DDP_(STARTED_HERE|PARENT_PID|RENDEZVOUS_FILE|MACHINE_0|MEMBER|CLAIMED_BY|OUTPUT"
-    r"|CPUS|CPUS_OF_RANKS|WORKER_CPUS|THREADS)"
+    r"|CPUS|CPUS_OF_RANKS|WORKER_CPUS|THREADS|OMP_SET)"
 )
 
 
@@ -38,7 +38,7 @@ def environment_without_rank(environ: Mapping[str, str] | None = None) -> dict[s
     """
     variables = os.environ if environ is None else environ
     found = {name: value for name, value in variables.items() if not _OF_RANKS.fullmatch(name)}
-    if found.get("OMP_NUM_THREADS") == variables.get(environment.THREADS):  # not the user's
+    if found.get("OMP_NUM_THREADS") == variables.get(environment.OMP_SET):  # not the user's
         found.pop("OMP_NUM_THREADS", None)
     return found
 

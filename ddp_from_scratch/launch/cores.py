@@ -13,8 +13,8 @@ A "CPU" is a hardware thread, as the system numbers them. A core has one or seve
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,7 @@ class Plan:
 
     threads: int  # of each rank
     cpus: Sequence[str] = ()  # of each rank, as in "0-7,64-71"; empty: no rank is bound
-    # The CPUs of the ranks' data loaders, as in "0,1,2": those of no rank, or all. "": not bound.
+    # The CPUs of the ranks' data loaders, as in "0,1,2": all of them. "": no rank is bound.
     workers: str = ""
     text: str = ""  # a line for the user; "": there is nothing to say
 
@@ -196,14 +196,15 @@ def divide(cores: Cores, ranks: int, bind: str = "auto") -> Plan:
             text = f"{ranks} ranks x {threads} threads, by a cgroup's quota of {quota:g} CPUs"
         return Plan(threads, text=text if ranks > 1 and bind != "none" else "")
     place, parts = _deal(cores.cores, ranks, threads)
-    text = f"{ranks} ranks x {threads} cores{_described(place, parts)}" if threads > 1 else ""
+    text = ""
+    if threads > 1 or bind != "auto":  # a core for each rank is what everybody expects
+        text = f"{ranks} ranks x {_count(threads, 'core')}{_described(place, parts)}"
     if bind == "socket":
         sockets = [{core.socket for core in part} for part in parts]
         parts = [[core for core in cores.cores if core.socket in own] for own in sockets]
-    bound = {cpu for part in parts for core in part for cpu in core.cpus}
-    everything = {cpu for core in cores.cores for cpu in core.cpus}
     lists = [as_text(cpu for core in part for cpu in core.cpus) for part in parts]
-    workers = ",".join(map(str, sorted(everything - bound or everything)))
+    # Fewer cores are left than there are ranks: too few for the workers of all.
+    workers = ",".join(map(str, sorted(cpu for core in cores.cores for cpu in core.cpus)))
     return Plan(threads, lists, workers, text)
 
 
@@ -264,17 +265,28 @@ def variables(plan: Plan, bind: str, environ: Mapping[str, str] = os.environ) ->
     if plan.workers:
         found[environment.WORKER_CPUS] = plan.workers
     # A number that the user has set counts, not one that these lines have set for a rank.
-    if bind != "none" and environ.get(OMP) in (None, environ.get(environment.THREADS)):
-        found[OMP] = str(plan.threads)
+    if bind != "none" and environ.get(OMP) in (None, environ.get(environment.OMP_SET)):
+        found[OMP] = found[environment.OMP_SET] = str(plan.threads)
     return found
 
 
 def bind_to(cpus: str) -> None:
-    """Binds this process, which has one thread, to these CPUs; a no-op for ""."""
+    """Binds this thread, and those that it starts, to these CPUs; a no-op for ""."""
     # A cpuset may have changed, and leave nothing of them: the process then stays unbound.
     with suppress(OSError):
         if cpus:
             os.sched_setaffinity(0, numbers(cpus))
+
+
+@contextmanager
+def as_if_bound_to(cpus: str) -> Iterator[None]:
+    """Binds this thread in the block, and with it the processes that it starts; a no-op for ""."""
+    before = own_cpus()
+    bind_to(cpus)
+    try:
+        yield
+    finally:
+        bind_to(as_text(before) if cpus else "")
 
 
 def bind_local_rank(environ: Mapping[str, str] = os.environ) -> None:
@@ -287,24 +299,40 @@ def bind_local_rank(environ: Mapping[str, str] = os.environ) -> None:
 
 # Under a launcher ---------------------------------------------------------------------------------
 
-_REMEDIES = {
-    "mpirun": "start with mpirun --map-by socket:PE={cores}",
-    "srun": "start with srun --cpus-per-task={cpus}",
-}
+
+def options_of_mpirun(ranks: int, threads: int, cores: int, sockets: int) -> str:
+    """Returns the options of Open MPI's mpirun for so many threads in each of a machine's ranks."""
+    # It has no map for a rank that lies in two sockets.
+    if cores // sockets // threads * sockets >= ranks:
+        return f"--map-by socket:PE={threads}"
+    return f"--bind-to none -x {OMP}={threads}"
 
 
-def advice(launcher: str, masks: Sequence[str], threads: int, cores: Cores, all_cores: int) -> str:
+def advice(
+    launcher: str,
+    masks: Sequence[str],
+    threads: int,
+    cores: Cores,
+    all_cores: int,
+    sockets: int = 1,
+) -> str:
     """Says what a machine's ranks lose by how they were started, and the remedy; "" if nothing.
 
     Each may use the CPUs of its mask, which together have these cores, and computes with as many
-    threads. The job may use `all_cores` of the machine. Less than a factor of two is not worth it.
+    threads. The job may use `all_cores` of the machine, in so many sockets. Less than a factor of
+    two is not worth it.
     """
     ranks, own = len(masks), share(masks, cores)
     possible = max(1, all_cores // ranks)
     who = f"each of the {ranks} ranks here" if ranks > 1 else "this rank"
-    if 2 * own <= possible and launcher in _REMEDIES:
-        remedy = _REMEDIES[launcher].format(cores=possible, cpus=possible * cores.cpus_of_core)
-        return f"{launcher} gives {who} {_count(own, 'core')} of {all_cores}: {remedy}"
+    if 2 * own <= possible and launcher in ("mpirun", "srun"):
+        options = f"--cpus-per-task={possible * cores.cpus_of_core}"
+        if launcher == "mpirun":
+            options = options_of_mpirun(ranks, possible, all_cores, sockets)
+        return (
+            f"{launcher} gives {who} {_count(own, 'core')} of {all_cores}: start with {launcher} "
+            f"{options}"
+        )
     if threads > own or 2 * threads <= own:
         has = f"{_count(threads, 'thread')} for {_count(own, 'core')}"
         return (

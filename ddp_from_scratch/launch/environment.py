@@ -30,6 +30,7 @@ CPUS = "DDP_CPUS"  # those that a rank is bound to, as in 0-7
 CPUS_OF_RANKS = "DDP_CPUS_OF_RANKS"  # the same of all ranks that `start_mpirun` starts, by ";"
 WORKER_CPUS = "DDP_WORKER_CPUS"  # those of the data loaders of bound ranks, as in 0,1,2
 THREADS = "DDP_THREADS"  # of a rank: its share of the machine
+OMP_SET = "DDP_OMP_SET"  # OMP_NUM_THREADS, where the launcher has set it and not the user
 
 # A rank's number on its machine, from Open MPI and MPICH.
 MPI_LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")

@@ -76,7 +76,9 @@ def start_ranks(
         node_rank: this machine's position in `counts`.
         master_addr: an address of machine 0 that the others can reach.
         master_port: the port that machine 0 listens on.
-        timeout: seconds to wait for the other machines, and later for their heartbeats.
+        timeout: seconds to wait for the other machines, and later for their heartbeats. With
+            `max_restarts` also for a process that does not come to the others after a loss: it
+            counts as failed, and is killed and replaced. So a step must be shorter.
         preload: modules to import once, before ranks are forked.
         max_restarts: how many failed processes may be replaced, for programs that use
             `ddp.elastic`. Machine 0's value counts. None ends all ranks when one fails.
@@ -94,8 +96,9 @@ def start_ranks(
         bind: "auto" gives each rank its own cores, within a NUMA node or socket if possible, and as
             many threads, through OMP_NUM_THREADS unless that is set. With more ranks than cores, or
             a cgroup's quota, no rank is bound. "cores" raises there. "socket" binds each rank to
-            the sockets of its cores. "none" changes nothing. macOS
-            cannot bind: "auto" sets only threads there.
+            the sockets of its cores. "none" changes nothing. With `max_restarts` on several
+            machines each rank has one thread, whatever its cores, because machines may differ.
+            macOS cannot bind: "auto" sets only threads there.
 
     Returns:
         0 if every rank exited with 0; 128 + N after signal N; else the exit code of the first rank

@@ -322,8 +322,8 @@ def _start_fork_server(preload: str) -> None:
 
 
 def _begin_worker(_worker_id: int) -> None:
-    """Makes a worker end with its rank, and not before; gives it cores that no rank computes on."""
-    # A bound rank computes on its own cores; what it starts inherits them.
+    """Makes a worker end with its rank, and not before; lets it use all cores of the job."""
+    # Not only those of its rank, which computes there; what a bound rank starts inherits them.
     if cpus := os.environ.get("DDP_WORKER_CPUS"):
         with suppress(OSError):  # a cpuset may have changed since
             os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])

@@ -187,6 +187,8 @@ class Trainer:
             f"{settings.backend}, {ranks_text(self.world.world_size, settings.virtual_ranks)}, "
             f"global batch {self.sampler.global_batch_size}, {settings.model}, {seconds:.1f} s"
         )
+        if settings.recheck is not None:
+            self.report.line(f"rechecked {self.reducer.rechecked_steps} steps, all without a fault")
         if self.saved_as is not None:
             self.report.line(f"checkpoint {self.saved_as}")
         if settings.log_dir is not None:

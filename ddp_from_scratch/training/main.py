@@ -155,8 +155,7 @@ def main(program: Sequence[str], arguments: Sequence[str]) -> int:
     from ddp_from_scratch.training.loop import Trainer
 
     # Bits depend on the number of threads, and cores for a rank on the number of ranks.
-    default: Any = "auto" if settings.virtual_ranks is None else 1
-    threads = settings.threads or default
+    threads: Any = settings.threads or ("auto" if settings.virtual_ranks is None else 1)
     with ddp.process_group(settings.backend, timeout=settings.timeout, threads=threads) as world:
         if settings.check is not None:
             return check(settings, world)
@@ -194,7 +193,7 @@ def _start(settings: Settings, options: Command, command: Sequence[str]) -> int 
         raise UsageError("--master-addr and --master-port are for several machines: --nproc 8,2")
     given = [name for name in _OF_OUTPUT if getattr(options, name) not in (None, False)]
     # A single rank needs no agent: this process trains.
-    if counts == (1,) and not given:
+    if counts == (1,) and not given and options.bind not in ("cores", "socket"):
         return None
     if backend == "mpi" and given:
         raise UsageError(

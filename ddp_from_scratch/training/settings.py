@@ -68,9 +68,9 @@ GROUPS = ("processes", "data", "training", "synchronisation", "output")
 _processes, _data, _training, _synchronisation, _kept = (partial(_option, g) for g in GROUPS)
 
 
-def _number_or_auto(text: str) -> int | None:
+def _number_or_auto(text: str) -> int | str:
     try:
-        return None if text == "auto" else int(text)
+        return text if text == "auto" else int(text)
     except ValueError:
         raise ArgumentTypeError(f"must be a number or auto, got {text!r}") from None
 
@@ -82,7 +82,10 @@ _FROM_0 = _must("0 or more", lambda value: value >= 0, int, "N")
 _FROM_1 = _must("1 or more", lambda value: value >= 1, int, "N")
 _SEED = _must("0 to 2**62 - 1", lambda value: 0 <= value < 2**62, int, "N")
 _THREADS = _must(
-    f"auto, or 1 to {MOST_HERE:,}", lambda value: 1 <= value <= MOST_HERE, _number_or_auto, "N|auto"
+    f"auto, or 1 to {MOST_HERE:,}",
+    lambda value: value == "auto" or 1 <= value <= MOST_HERE,
+    _number_or_auto,
+    "N|auto",
 )
 _WORKERS = _must(f"0 to {MOST_HERE:,}", lambda value: 0 <= value <= MOST_HERE, int, "N")
 _VIRTUAL_RANKS = _must(
@@ -172,7 +175,7 @@ class Settings:
         60.0,
         **_STALL,
     )
-    threads: int | None = _processes(
+    threads: int | str | None = _processes(
         "CPU threads per process; auto, the default: one for each core of its own, or its share of "
         "the machine's cores; with --virtual-ranks, whose bits depend on it, the default is 1",
         **_THREADS,

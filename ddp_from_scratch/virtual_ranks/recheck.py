@@ -79,6 +79,7 @@ class Recheck(Check):
 
     Attributes:
         mismatch: what the last average has found; then `backward()` has raised on every rank.
+        steps: in how many steps so far two ranks had the same bits.
     """
 
     def __init__(self, every: int, buffers: BufferSync) -> None:
@@ -86,6 +87,7 @@ class Recheck(Check):
             raise ValueError(f"recheck_every must be 1 or more, got {every}")
         self._every, self._buffers = every, buffers
         self.mismatch: Mismatch | None = None
+        self.steps: int = 0
         self._case: Case | None = None  # of the step under way
         # True if this rank is the owner, and the case its last virtual rank, whose gradients only
         # the buckets have.
@@ -200,6 +202,7 @@ class Recheck(Check):
             self._note_buffers()
         rows = gather_integers(self._mine, self._reducer().process_group)
         if rows[case.owner] == rows[case.checker]:
+            self.steps += 1
             return None
         self.mismatch = Mismatch(case, rows)
         return RuntimeError(f"virtual rank {case.virtual_rank} has different bits on two ranks")

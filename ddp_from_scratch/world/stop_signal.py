@@ -27,8 +27,8 @@ class StopSignal:
                     break
 
     A signal may reach only some ranks, and each of them in another step: `requested` tells all
-    ranks. The same signal again ends the process, but not while it waits for other ranks in a
-    collective. SIGHUP is left alone if it is ignored, as under nohup.
+    ranks. The same signal again ends the process at once. SIGHUP is left alone if it is ignored, as
+    under nohup.
 
     Attributes:
         received: the number of the signal that this rank has received last; 0 if none. In a run of
@@ -91,6 +91,8 @@ class StopSignal:
                 f"signals, got {thread.name}"
             )
         self._process = os.getpid()
+        self.received = self._agreed = 0
+        self._highest = self._work = None  # left behind where an error has ended the last block
         self._previous = {
             number: signal.signal(number, self._remember)
             for number in _NUMBERS

@@ -38,8 +38,8 @@ def note_lost_cores(place: Placement) -> None:
         return
     masks = _masks(place)
     found = _cores_of(masks)
-    threads, all_cores = torch.get_num_threads(), _cores_of_job(place.launcher, found)
-    if text := cores.advice(place.launcher, masks, threads, found, all_cores):
+    threads, (all_cores, sockets) = torch.get_num_threads(), _cores_of_job(place.launcher, found)
+    if text := cores.advice(place.launcher, masks, threads, found, all_cores, sockets):
         logger.warning(text)
 
 
@@ -54,13 +54,17 @@ def _cores_of(masks: tuple[str, ...]) -> cores.Cores:
     return cores.read({cpu for mask in masks for cpu in cores.numbers(mask)})
 
 
-def _cores_of_job(launcher: str, found: cores.Cores) -> int:
-    """Returns how many cores the launcher had to give; those that it gave if that is unknown."""
-    count = len(found.cores)
+def _cores_of_job(launcher: str, found: cores.Cores) -> tuple[int, int]:
+    """Returns how many cores the launcher had to give, and in how many sockets.
+
+    Those that it gave if that is unknown.
+    """
+    job = found
     if launcher == "mpirun" and (pid := ancestors.launcher()):
         with suppress(OSError, AttributeError):
-            count = len(cores.read(os.sched_getaffinity(pid)).cores)
+            job = cores.read(os.sched_getaffinity(pid))
+    count, sockets = len(job.cores), len({core.socket for core in job.cores})
     if launcher == "srun":
         given = os.environ.get("SLURM_CPUS_ON_NODE", "")
         count = int(given) // found.cpus_of_core if given.isdecimal() else count
-    return count if found.quota >= count else max(1, int(found.quota))
+    return (count if found.quota >= count else max(1, int(found.quota))), sockets

@@ -148,7 +148,7 @@ with ddp.process_group(sys.argv[1], timeout=1.0):
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("backend", ["mpi", slow("gloo")])
+@pytest.mark.parametrize("backend", [slow("mpi"), slow("gloo")])
 def test_a_rank_that_never_comes(backend):
     """MPI itself would wait for it for ever."""
     with Run("mpirun", "-n", "2", sys.executable, "-c", NEVER, backend) as run:
@@ -171,6 +171,7 @@ with ddp.process_group("mpi", timeout=100.0) as world:
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_a_rank_that_makes_no_new_group():
     with Run("mpirun", "-n", "2", sys.executable, "-c", NO_NEW_GROUP) as run:
         assert run.wait() == code_of_mpirun(2), run.text
@@ -180,7 +181,7 @@ def test_a_rank_that_makes_no_new_group():
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("finalizes", ["0", "1"])
+@pytest.mark.parametrize("finalizes", ["0", slow("1")])
 def test_mpi_is_finalized_unless_mpi4pys_variable_says_no(finalizes):
     """Open MPI's mpirun reports a rank that has started MPI and ends without finalizing it."""
     program = 'import ddp_from_scratch as ddp; ddp.process_group("mpi")'
@@ -205,7 +206,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.program
-@pytest.mark.parametrize("method", ["spawn", slow("forkserver"), slow("fork")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
 def test_workers_start_no_mpi(method, tmp_path):
     """They import their program again, below mpirun, where an MPI of their own would wait."""
     (tmp_path / "program.py").write_text(OF_WORKERS)

@@ -80,7 +80,7 @@ def test_a_model_of_a_file(tmp_path, monkeypatch):
     ):
         assert re.search(error, refusal(workload, name))
     found = workload(f"{own}:two_inputs")
-    told = refusal(found.loss, found.model(), found.batch())
+    told = refusal(found.check)
     assert re.search(
         "two_inputs returns no loss, .* raises ValueError: too many values .*: return", told
     )
@@ -112,6 +112,15 @@ def test_the_fastest_layout_is_named_with_the_line_that_starts_it():
     assert layouts.command_for(one) == "OMP_NUM_THREADS=16 python train.py"
     over_mpi = layouts.Layout(4, 4, 1.0, 2.0, "Reducer on mpi, views")
     assert layouts.command_for(over_mpi) == "mpirun -n 4 --map-by socket:PE=4 python train.py"
+    over_mpi = layouts.Layout(3, 4, 1.0, 2.0, "Reducer on mpi, views")  # one in both sockets
+    bound = "--bind-to none -x OMP_NUM_THREADS=4"
+    assert layouts.command_for(over_mpi, 2) == f"mpirun -n 3 {bound} python train.py"
+
+
+def test_no_layout_is_the_fastest_on_a_busy_machine():
+    one = layouts.Layout(1, 2, 2500.0, 2400.0, "ddp.SGD")
+    *_, last = layouts.report([one], "a step takes 2 x its CPU time").splitlines()
+    assert last == "no verdict: the machine was not quiet (a step takes 2 x its CPU time)"
 
 
 def test_what_layouts_choose_cannot_be_given():
@@ -122,4 +131,6 @@ def test_what_layouts_choose_cannot_be_given():
         ("--threads 0", "--threads must be 1 or more, got 0"),
     ):
         assert refusal(parse, options.split(), "bench") == text
+    chosen = ["--layouts", "--contender", "torch DDP, views"]
+    assert "this library: add one of its contenders, as 'ddp.SGD'" in refusal(parse, chosen, "b")
     assert parse(["--threads", "3"], "bench").threads == 3

@@ -11,6 +11,7 @@ from torch import nn
 import ddp_from_scratch as ddp
 from ddp_from_scratch.core.observer import Observer
 from tests.support.on_ranks import on
+from tests.support.tiers import slow
 
 
 class Net(nn.Module):
@@ -24,6 +25,7 @@ class Net(nn.Module):
         return self.head(h + self.branch(h) if branch else h)
 
 
+@pytest.mark.slow
 @on("gloo-2")
 def test_compiled_autograd_is_refused(world):
     model = Net()
@@ -42,7 +44,9 @@ def test_compiled_autograd_is_refused(world):
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="torch.compile wants a C compiler")
-@pytest.mark.parametrize(("how", "unused"), [("inside", False), ("wrapper", True), ("bare", True)])
+@pytest.mark.parametrize(
+    ("how", "unused"), [slow("inside", False), slow("wrapper", True), ("bare", True)]
+)
 @on("gloo-2")
 def test_compiled(world, how, unused):
     torch._dynamo.reset()

@@ -216,6 +216,14 @@ def test_ratios_are_those_of_the_results(page, label, file, contenders):
         assert cell in (text, text.partition(" (")[0])  # some leave out the interval
 
 
+def test_the_drill_of_the_readme_is_that_of_the_results():
+    content = json.loads((ROOT / "benchmarks/results/drill.json").read_text())
+    followed = " ".join(sample["followed"] for sample in content["samples"])
+    *first, last = re.findall(r"4 ranks after ([\d.]+) s", followed)
+    told = f"Four ranks train again after {', '.join(first)} and {last} s"
+    assert told in " ".join((ROOT / "README.md").read_text().split())
+
+
 def test_a_loop_of_ones_own_is_shown_with_the_lines_of_the_program():
     """A line of a diff that stays or comes is in the program, in that order."""
     program = (ROOT / "examples/train_your_own.py").read_text().splitlines()

@@ -87,7 +87,7 @@ def test_without_a_launcher_and_in_a_world_of_one_a_program_is_alone_anyway():
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [
-        ("start_ranks", "before"),
+        slow("start_ranks", "before"),
         ("start_ranks", "clean"),
         ("mpirun", "after"),
         ("mpirun", "clean"),

@@ -7,7 +7,8 @@ from itertools import product
 
 import pytest
 
-from ddp_from_scratch import start_mpirun, start_ranks
+from ddp_from_scratch import environment_without_rank, start_mpirun, start_ranks
+from ddp_from_scratch.launch.agent import Agent
 from ddp_from_scratch.launch.cores import (
     Core,
     advice,
@@ -145,8 +146,9 @@ def test_a_mask_with_holes_is_what_ranks_share(tmp_path):
     mask = {1, 2, 3, 5, 8, 9, 10, 14}
     plan = divide(read(mask, tmp_path), 2)
     assert plan.cpus == ["1-3,5", "8-10,14"]
-    assert divide(read(mask | {15}, tmp_path), 2).workers == "15"  # of no rank
-    assert plan.workers == "1,2,3,5,8,9,10,14"  # none is free
+    assert plan.workers == "1,2,3,5,8,9,10,14"
+    # Not only the one that is left: a data loader of each rank would have it.
+    assert divide(read(mask | {15}, tmp_path), 2).workers == "1,2,3,5,8,9,10,14,15"
     assert divide(read(mask, tmp_path), 3).cpus == ["1-2", "3,5", "8-9"]
 
 
@@ -155,6 +157,10 @@ def test_ranks_of_a_socket_may_have_all_of_it(tmp_path):
     plan = divide(cores, 4, "socket")
     assert (plan.threads, plan.cpus) == (2, ["0-3", "0-3", "4-7", "4-7"])
     assert divide(cores, 4, "cores") == divide(cores, 4)
+    assert (
+        divide(cores, 8, "cores").text
+        == "8 ranks x 1 core, a rank for each quarter of sockets 0 and 1"
+    )
 
 
 def test_what_cannot_be_bound_is_refused(tmp_path):
@@ -202,7 +208,7 @@ OMP = "set OMP_NUM_THREADS={}, or pass threads='auto' to process_group"
 def test_what_a_launcher_leaves_idle_or_crowded_is_one_line(tmp_path):
     cores = read(machine(tmp_path, cores=16, smt=2), tmp_path)
     everything, a_core = ["0-31"] * 2, read({0, 1, 16, 17}, tmp_path)
-    for launcher, masks, threads, of, all_cores, text in (
+    for *given, text in (
         (
             *("torchrun", everything, 1, cores, 16),
             f"each of the 2 ranks here computes with 1 thread for 8 cores: {OMP.format(8)}",
@@ -224,6 +230,17 @@ def test_what_a_launcher_leaves_idle_or_crowded_is_one_line(tmp_path):
             *("mpirun", ["0,16"], 1, read({0, 16}, tmp_path), 16),
             "mpirun gives this rank 1 core of 16: start with mpirun --map-by socket:PE=16",
         ),
+        # mpirun has no map for a rank in two sockets.
+        (
+            *("mpirun", ["0,16"], 1, read({0, 16}, tmp_path), 16, 2),
+            "mpirun gives this rank 1 core of 16: start with mpirun --bind-to none -x "
+            "OMP_NUM_THREADS=16",
+        ),
+        (
+            *("mpirun", ["0,16", "1,17"], 1, a_core, 16, 2),
+            "mpirun gives each of the 2 ranks here 1 core of 16: start with mpirun --map-by "
+            "socket:PE=8",
+        ),
         # Nothing is lost, or too little.
         ("mpirun", ["0,16", "1,17"], 1, a_core, 2, ""),
         ("torchrun", everything, 8, cores, 16, ""),
@@ -231,19 +248,40 @@ def test_what_a_launcher_leaves_idle_or_crowded_is_one_line(tmp_path):
         ("torchrun", ["0-31"] * 16, 1, cores, 16, ""),
         ("torchrun", ["0-31"] * 40, 1, cores, 16, ""),
     ):
-        assert advice(launcher, masks, threads, of, all_cores) == text
+        assert advice(*given) == text
 
 
 def test_a_number_of_threads_that_the_user_has_set_counts(tmp_path):
     plan = divide(read(machine(tmp_path, cores=8), tmp_path), 2)
     own = {"DDP_THREADS": "4", "DDP_WORKER_CPUS": "0,1,2,3,4,5,6,7"}
-    of_ranks = own | {"OMP_NUM_THREADS": "4"}
+    of_ranks = own | {"OMP_NUM_THREADS": "4", "DDP_OMP_SET": "4"}
     assert variables(plan, "auto", {}) == of_ranks
-    assert variables(plan, "auto", {"OMP_NUM_THREADS": "3"}) == own
+    for users in "3", "4":
+        assert variables(plan, "auto", {"OMP_NUM_THREADS": users}) == own
+        in_a_rank = {"PATH": "x"} | own | {"OMP_NUM_THREADS": users}
+        left = {"PATH": "x", "OMP_NUM_THREADS": users}
+        assert environment_without_rank(in_a_rank) == left
+    assert environment_without_rank({"PATH": "x"} | of_ranks) == {"PATH": "x"}
     # In a rank, which has the number of its own job.
-    assert variables(plan, "auto", {"OMP_NUM_THREADS": "8", "DDP_THREADS": "8"}) == of_ranks
+    assert variables(plan, "auto", {"OMP_NUM_THREADS": "8", "DDP_OMP_SET": "8"}) == of_ranks
     assert variables(divide(read({0, 1}, tmp_path), 2, "none"), "none", {}) == {"DDP_THREADS": "1"}
 
+
+def test_a_process_that_replaces_a_lost_one_gets_its_cores(monkeypatch):
+    agent = Agent([], lambda member: {}, [], cpus=["0-1", "2-3", "4-5"])
+    alive = []
+    monkeypatch.setattr(agent, "_running", lambda: alive)
+    for member, cpus in (0, "0-1"), (1, "2-3"), (2, "4-5"):
+        assert agent._cpus_for(member) == cpus
+        alive.append(member)
+    alive.remove(1)
+    assert agent._cpus_for(3) == "2-3"
+    alive.append(3)
+    assert agent._cpus_for(4) == ""
+
+
+# On one core with two CPUs, or with a quota of one CPU, no rank is bound.
+two_are_bound = pytest.mark.skipif(not divide(read(own_cpus()), 2).cpus, reason="one core")
 
 TELL = """
 import os, pathlib, sys, torch
@@ -253,7 +291,7 @@ pathlib.Path(sys.argv[1], rank).write_text(f"{cpus} {torch.get_num_threads()}")
 
 
 @pytest.mark.program
-@pytest.mark.skipif(len(own_cpus()) < 2, reason="one CPU")
+@two_are_bound
 @pytest.mark.parametrize(("bind", "how"), [("auto", []), slow("none", []), slow("auto", ["env"])])
 def test_ranks_are_bound_forked_and_executed(bind, how, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -278,7 +316,7 @@ with ddp.process_group("mpi") as world:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(own_cpus()) < 2, reason="one CPU")
+@two_are_bound
 def test_ranks_of_a_mpirun_that_is_started_here_are_bound(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     for ranks in (1, 2):
@@ -317,12 +355,14 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(len(own_cpus()) != 2, reason="not two CPUs")
-def test_data_loaders_have_all_cores_if_none_is_left(tmp_path):
+@two_are_bound
+def test_data_loaders_have_all_cores(tmp_path):
     (tmp_path / "where_it_is.py").write_text(DATA)
     (program := tmp_path / "program.py").write_text(LOADS)
     assert start_ranks([sys.executable, str(program), str(tmp_path)], [2]) == 0
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["1 {2}"] * 2
+    own = len(numbers(divide(read(own_cpus()), 2).cpus[0]))
+    all_cores = len(own_cpus())
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [f"{own} {{{all_cores}}}"] * 2
 
 
 NOTED = """

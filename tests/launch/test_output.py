@@ -43,6 +43,7 @@ def test_a_prefix_and_a_file_for_each_rank(command, tmp_path, capfd):
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_only_some_ranks_are_shown(capfd):
     program = "import os; print('rank', os.environ['RANK'])"
     assert start_ranks([sys.executable, "-c", program], [3], output_ranks=[2]) == 0
@@ -112,6 +113,7 @@ print(f"rank {os.environ['RANK']} continues\\n", end="", flush=True)
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_one_rank_has_the_debugger(capfd, monkeypatch):
     monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
     read, write = os.pipe()

@@ -33,21 +33,30 @@ def spread(first: Iterable[Any], second: Iterable[Any], third: Sequence[Any]) ->
 
 
 def sort(items: list[pytest.Item]) -> None:
-    """Marks cases as slow without which all pairs of values remain; slow ones come last."""
+    """Marks cases as slow that are further combinations; slow ones come last.
+
+    In the first tier a unit test keeps all pairs of values, and a test with ranks all values.
+    """
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("slow", "gpu"))):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in tests.values():
-        chosen = set(covering(list(map(choices_of, cases))))
+        together = 2 if is_unit(cases[0]) else 1
+        chosen = set(covering(list(map(choices_of, cases)), together))
         for number, case in enumerate(cases):
             if number not in chosen:
                 case.add_marker("slow")
     for item in items:
-        fixtures = item.fixturenames  # type: ignore[attr-defined]
-        if "ranks" not in fixtures and not any(map(item.get_closest_marker, NO_UNIT)):
+        if is_unit(item):
             item.add_marker("unit")
     items.sort(key=lambda item: (is_marked(item, "slow"), not is_marked(item, "unit")))
+
+
+def is_unit(item: pytest.Item) -> bool:
+    """True if a test needs neither ranks nor another process, and is in the first tier."""
+    fixtures = item.fixturenames  # type: ignore[attr-defined]
+    return "ranks" not in fixtures and not any(map(item.get_closest_marker, NO_UNIT))
 
 
 def is_marked(item: pytest.Item, name: str) -> bool:
@@ -68,9 +77,9 @@ def no_processes() -> Iterator[None]:
         yield
 
 
-def covering(cases: Sequence[Sequence[object]]) -> Iterator[int]:
-    """The numbers of cases that together have every pair of choices which any case has."""
-    missing = [frozenset(combinations(case, min(2, len(case)))) for case in cases]
+def covering(cases: Sequence[Sequence[object]], together: int) -> Iterator[int]:
+    """The numbers of cases that have every choice, or every two `together`, that any case has."""
+    missing = [frozenset(combinations(case, min(together, len(case)))) for case in cases]
     while any(missing):
         best = max(range(len(cases)), key=lambda number: len(missing[number]))
         yield best

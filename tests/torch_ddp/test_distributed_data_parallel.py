@@ -454,6 +454,7 @@ def test_a_scripted_module_and_an_average_of_weights(world):
 
 
 @pytest.mark.program
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_a_saved_module_loads_where_this_package_is_not_installed():
     for hooked in (False, True):

@@ -163,7 +163,9 @@ def test_parse_counts():
 
 def test_a_resumed_run_with_virtual_ranks_takes_the_threads_of_its_checkpoint():
     auto, _ = parse(["--threads", "auto"])
-    assert auto == Settings()
+    with_virtual_ranks, _ = parse(["--threads", "auto", "--virtual-ranks", "4"])
+    assert not with_virtual_ranks.keeps_threads
+    assert Settings(virtual_ranks=4).keeps_threads
     for settings, changes in (
         (auto, ["threads 8 -> 1"]),
         (Settings(virtual_ranks=4), []),

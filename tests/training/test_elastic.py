@@ -1,6 +1,7 @@
 """`run.py --elastic`: ranks and machines are lost, and the checkpoint stays the same."""
 
 import json
+import re
 import socket
 import sys
 from contextlib import ExitStack
@@ -87,6 +88,7 @@ if me == "1":
     assert "rank 1 on " in text
     assert " computes wrongly: in step 0, the gradient of " in text
     assert f"process 1 ended with exit code 1: continuing with 2 ranks; {told}" in text
+    assert re.search(r"^rechecked [1-9]\d* steps, all without a fault$", text, re.M)
     assert contents(tmp_path / "checkpoints") == quiet
 
 

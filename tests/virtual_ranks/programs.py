@@ -75,6 +75,7 @@ class Program:
     options: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "AdamW"
     flat: bool = False
+    shard: str = "none"  # of a flat optimizer
     accumulate: int = 1
     dtype: torch.dtype = torch.float32
     autocast: bool = False
@@ -120,14 +121,21 @@ FIRST_TIER = [name for name in PROGRAMS if name not in ("static", "autocast")]
 
 
 class Training:
-    def __init__(self, name: str, group: Any = None, **options: Any) -> None:
-        program = self.program = PROGRAMS[name]
-        self.model = program.model()
+    def __init__(
+        self,
+        program: Program,
+        group: Any = None,
+        virtual_ranks: int = VIRTUAL_RANKS,
+        **options: Any,
+    ) -> None:
+        self.program, self.model = program, program.model()
         options |= program.options
         with as_large() if program.large else nullcontext():
-            self.reducer = ddp.Reducer(self.model, group, virtual_ranks=VIRTUAL_RANKS, **options)
+            self.reducer = ddp.Reducer(self.model, group, virtual_ranks=virtual_ranks, **options)
         kind: Any = getattr(ddp if program.flat else torch.optim, program.optimizer)
-        own = {"reducer": self.reducer} if program.flat else {}
+        own: dict[str, Any] = {}
+        if program.flat:
+            own = {"reducer": self.reducer, "shard": program.shard}
         self.optimizer = kind(self.model.parameters(), **program.settings, **own)
 
     def average(self, step: int) -> None:
@@ -152,7 +160,7 @@ def trained(world: ddp.World, name: str, way: str = "") -> str:
     """Trains over shared memory, or the `way`: messages, two machines, or ranks in turn on them."""
     places = {"2 machines": [world.world_size - 1, 1], "ranks in turn": lambda rank: rank % 2}
     group = group_over(world, places[way]) if way in places else None
-    training = Training(name, group, shared_memory=way != "messages")
+    training = Training(PROGRAMS[name], group, shared_memory=way != "messages")
     bits = training.train()
     ddp.check_sync(training.model)
     shared = training.reducer.stats().transport == "shared memory"
@@ -172,13 +180,18 @@ def bits_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 @cache
 def by_definition(name: str) -> str:
-    program = PROGRAMS[name]
+    return computed(PROGRAMS[name], VIRTUAL_RANKS, STEPS)
+
+
+def computed(program: Program, virtual_ranks: int, steps: int) -> str:
+    """The bits that one process computes, with a copy of the model for each virtual rank."""
     model = program.model()
     kind = getattr(torch.optim, program.optimizer)
-    # Our flat optimizers have the bits of torch's fused ones.
-    optimizer = kind(model.parameters(), fused=program.flat, **program.settings)
-    for step in range(STEPS):
-        copies = [copy.deepcopy(model) for _ in range(VIRTUAL_RANKS)]
+    # Our flat AdamW has the bits of torch's fused one, and SGD those of the other.
+    fused = program.flat and program.optimizer != "SGD"
+    optimizer = kind(model.parameters(), fused=fused, **program.settings)
+    for step in range(steps):
+        copies = [copy.deepcopy(model) for _ in range(virtual_ranks)]
         for virtual_rank, each in enumerate(copies):
             with seeded(0, step, virtual_rank):
                 for part in reversed(range(program.accumulate)):
@@ -191,7 +204,7 @@ def by_definition(name: str) -> str:
                 zero = torch.zeros_like(parameter)
                 # Of 16 bits they are divided before they are added.
                 is_narrow = zero.element_size() == 2
-                before, after = (VIRTUAL_RANKS, 1) if is_narrow else (1, VIRTUAL_RANKS)
+                before, after = (virtual_ranks, 1) if is_narrow else (1, virtual_ranks)
                 leaves = [zero if g is None else g / before for g in gradients]
                 while len(leaves) > 1:
                     leaves = [low + high for low, high in zip(*[iter(leaves)] * 2, strict=True)]

@@ -17,6 +17,7 @@ from tests.support.on_ranks import on
 from tests.support.tiers import slow
 from tests.virtual_ranks.programs import (
     FIRST_TIER,
+    PROGRAMS,
     STEPS,
     VIRTUAL_RANKS,
     Training,
@@ -53,7 +54,7 @@ def test_parts_are_neighbours_in_the_order_of_ranks():
 
 def dealt_at_random(world, name):
     """Deals again before each step."""
-    draw, training = random.Random(3), Training(name, balance=True)
+    draw, training = random.Random(3), Training(PROGRAMS[name], balance=True)
     deals = set()
     for step in range(STEPS):
         cuts = sorted(draw.sample(range(1, VIRTUAL_RANKS), world.world_size - 1))

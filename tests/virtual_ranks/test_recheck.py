@@ -16,7 +16,14 @@ from ddp_from_scratch.virtual_ranks.recheck import Case
 from tests.support.on_ranks import on
 from tests.support.recheck_soak import soak
 from tests.support.tiers import slow
-from tests.virtual_ranks.programs import FIRST_TIER, STEPS, Training, bits_of, by_definition
+from tests.virtual_ranks.programs import (
+    FIRST_TIER,
+    PROGRAMS,
+    STEPS,
+    Training,
+    bits_of,
+    by_definition,
+)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -43,10 +50,11 @@ def test_the_first_few_checks_ask_all_ranks(ranks, count):
 
 
 def rechecked(world, name):
-    training = Training(name, recheck_every=1)
+    training = Training(PROGRAMS[name], recheck_every=1)
     for step in range(STEPS):
         training.reducer.run_virtual_ranks(lambda v, step=step: training.run(step, v))
         training.optimizer.step()
+    assert training.reducer.rechecked_steps == STEPS
     return bits_of(training.model, training.optimizer)
 
 

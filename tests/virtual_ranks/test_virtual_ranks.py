@@ -49,7 +49,7 @@ def stop(*_):
 
 
 def repeated(world, name):
-    training = Training(name)
+    training = Training(PROGRAMS[name])
     run, reducer = training.run, training.reducer
     norm = next(layer for layer in training.model.modules() if hasattr(layer, "running_mean"))
     training.train(steps=1)
@@ -124,7 +124,7 @@ def test_one_rank_repeats_its_part_while_the_others_wait(world, names):
 
 
 def kept(world, name):
-    training = Training(name)
+    training = Training(PROGRAMS[name])
     training.train(steps=1)
     counts, stops, run = [], [world.rank, -1], training.run
     for place in stops:
@@ -150,7 +150,7 @@ def test_what_ranks_have_finished_of_a_step_is_kept(ranks, crew):
 
 
 def killed(world, name, rendezvous):
-    training = Training(name)
+    training = Training(PROGRAMS[name])
     training.train(steps=1)
 
     def die(gradient):

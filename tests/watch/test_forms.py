@@ -131,6 +131,7 @@ def test_page_holds_the_record_and_loads_nothing():
         assert name not in as_html(replace(record(), title=name))
 
 
+@pytest.mark.program  # matplotlib's first import on a machine runs fc-list
 def test_pictures_are_drawn_where_matplotlib_is(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     assert draw(record(), record().typical, tmp_path / "a.svg")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_from_scratch.common.whereabouts import sources, whereabouts
 from ddp_from_scratch.watch import place
 
 HERE = Path(__file__).name
@@ -84,3 +85,28 @@ def test_a_garbage_collection_meanwhile_does_not_deadlock_the_process():
     command = [sys.executable, "-c", COLLECTS_WHILE_LOOKING]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert (ran.stdout.split(), ran.stderr) == (["True", "False"], "")
+
+
+def test_an_error_does_not_wait_for_a_store_that_does_not_answer():
+    """As the store of a rank that is stopped."""
+
+    class Blocked:
+        def __init__(self):
+            self.asked = threading.Event()
+            self.answers = threading.Event()
+
+        def whereabouts(self, rank, waited):
+            self.asked.set()
+            self.answers.wait()
+            return "is nowhere"
+
+    source = Blocked()
+    sources.add(source)
+    try:
+        assert whereabouts([1], 3.0) == ""
+        assert source.asked.is_set()
+        source.answers.set()
+        assert whereabouts([1, 2], 3.0) == "; rank 1 is nowhere; rank 2 is nowhere"
+    finally:
+        source.answers.set()
+        sources.discard(source)

@@ -81,6 +81,7 @@ def connect_late(folder):
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_no_rank_begins_before_all_are_connected(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)  # a module's function needs none
     assert ddp.start_ranks(partial(connect_late, str(tmp_path)), [3]) == 0
@@ -183,7 +184,9 @@ FORKS = """
 @pytest.mark.program
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shares memory")
 @pytest.mark.parametrize("block", [True, slow(False)])
-@pytest.mark.parametrize(("launcher", "backend"), [("start_ranks", "gloo"), ("mpirun", "mpi")])
+@pytest.mark.parametrize(
+    ("launcher", "backend"), [slow("start_ranks", "gloo"), slow("mpirun", "mpi")]
+)
 def test_a_process_that_a_rank_forks_leaves_the_group_alone(launcher, backend, block, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(FORKS))
@@ -222,6 +225,7 @@ USES_MPI_IN_A_FORK = """
 
 
 @pytest.mark.program
+@pytest.mark.slow
 def test_a_process_that_a_rank_forks_cannot_use_its_mpi(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(USES_MPI_IN_A_FORK))

@@ -155,6 +155,7 @@ def test_processes_with_rank_and_world_size_alone():
 
 
 @pytest.mark.program
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_rank_1", "told"),
     [

@@ -83,6 +83,8 @@ def test_handlers_are_those_of_the_block_alone():
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.received == signal.SIGUSR1
     assert [signal.getsignal(number) for number in numbers] == before
+    with stop:
+        assert stop.received == 0  # each block begins anew
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         with stop:
