@@ -12,7 +12,14 @@ COLOURS = {
 }
 # Legible on a white page and on a black one: pictures are transparent.
 INK = "#757575"
-INKED = "text.color axes.labelcolor axes.edgecolor grid.color xtick.color ytick.color".split()
+INKED = [
+    "text.color",
+    "axes.labelcolor",
+    "axes.edgecolor",
+    "grid.color",
+    "xtick.color",
+    "ytick.color",
+]
 OTHERS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
 
 
