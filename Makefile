@@ -48,7 +48,6 @@ docs: .venv/docs ## build the site into build/site
 	rm -rf build/pages build/site
 	.venv/bin/python tools/site_pages.py build/pages
 	PYTHONPATH=tools .venv/bin/python -m sphinx -qWa -c tools/site build/pages build/site -d build/doctrees
-	.venv/bin/python run.py --model resnet18 --dataset fake --epochs 1 --quiet --timeline build/site/timeline
 	@echo "build/site/index.html"
 
 lint: .venv/lint ## check style and types

@@ -93,7 +93,7 @@ def train(options: argparse.Namespace) -> int:
     with ddp.process_group(options.backend) as world, ddp.StopSignal() as stop:
         torch.manual_seed(0)  # the same model on every rank
         model = make_model(len(letters)).to(world.device)
-        saved: dict[str, Any] = {}
+        saved: dict[str, Any] = {}  # stays empty without a checkpoint
         if options.checkpoint.exists():
             saved = torch.load(options.checkpoint, world.device, weights_only=True)
             model.load_state_dict(saved["model"])

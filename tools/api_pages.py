@@ -74,9 +74,9 @@ def _entry(names: tuple[str, ...], page: str) -> str:
     shown: set[type] = set()
     for name in names:
         alone = len(names) == 1
-        summary, *rest = _described(name, "##" if alone else "###", shown)
+        summary, signature, *rest = _described(name, "##" if alone else "###", shown)
         example = _example(name, page) if name == names[0] else []
-        parts += ["" if alone else f"## {name}", summary, *example, *rest]
+        parts += ["" if alone else f"## {name}", summary, signature, *example, *rest]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -147,6 +147,7 @@ def _signature(function: Any, name: str) -> str:
     node = ast.parse(source).body[0]
     assert isinstance(node, ast.FunctionDef)
     head = "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])
+    head = re.sub(r" *# noqa.*", "", head)
     head = re.sub(r"^def \w+", name, head)
     head = re.sub(r"\((\s*)self(, |,\s+|(?=\)))", r"(\1", head)
     return f"```python\n{re.sub(r'( -> None)?:$', '', head)}\n```"

@@ -69,13 +69,17 @@ CONTENTS: dict[str, dict[str, list[str]]] = {
     },
 }
 ASIDE = "---\nnosearch: true\n---\n\n"  # Sphinx leaves the page out of its search
-_TIMELINE = """# A timeline
+_SAMPLE = "benchmarks/results/timeline-resnet18-gloo"
+_TIMELINE = f"""# A timeline
 
-`python run.py --model resnet18 --dataset fake --epochs 1 --timeline timeline` wrote this page
-(<a href="timeline.html">open it alone</a>). Zoom with the wheel or the buttons, and point at a bar.
-[See a step](../docs/how-to/timeline.md) explains how to read it.
+A step of ResNet-18 on two ranks, as `--timeline` draws it, and as it prints it. [See a
+step](../docs/how-to/timeline.md) explains how to read both, and how to write your own, with a page
+to zoom in.
 
-<iframe src="timeline.html" title="a timeline"></iframe>
+![the phases of a step of two ranks](../{_SAMPLE}.png)
+
+```text
+{(ROOT / f"{_SAMPLE}.txt").read_text()}```
 """
 _LINK = re.compile(
     r"(?P<before>!?\[(?P<text>[^\]]*)\]\()(?!\w+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"

@@ -12,8 +12,14 @@ COLOURS = {
 }
 # Legible on a white page and on a black one: pictures are transparent.
 INK = "#757575"
-INKED = ["text.color", *(f"axes.{part}color" for part in ("label", "edge"))]
-INKED += [f"{part}.color" for part in ("grid", "xtick", "ytick")]
+INKED = [
+    "text.color",
+    "axes.labelcolor",
+    "axes.edgecolor",
+    "grid.color",
+    "xtick.color",
+    "ytick.color",
+]
 OTHERS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"]
 
 

@@ -119,15 +119,20 @@ def draw_bars(
     used = {bar.kind for bars in panels.values() for bar in bars}
     kinds = [(COLOURS[k], name) for k, name in zip(COLOURS, _LEGEND, strict=True) if k in used]
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour, _ in kinds]
-    marks = [pyplot.Line2D([], [], **_LIMIT)] if limit else []
+    marks = [pyplot.Line2D([], [], **_LIMIT, path_effects=_outline())] if limit else []
     names = [*(name for _, name in kinds), *([limit] if limit else [])]
     figure.legend([*patches, *marks], names, loc="outside lower center", ncols=4)
     _save(name, figure, folder)
 
 
-def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
+def _outline() -> list[Any]:
+    """A white edge, with which black is seen on a dark page."""
     from matplotlib.patheffects import withStroke
 
+    return [withStroke(linewidth=2, foreground="white")]
+
+
+def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
     middles = [bar.quartiles[1] for bar in bars]
     errors = [
         [bar.quartiles[1] - bar.quartiles[0] for bar in bars],
@@ -136,13 +141,12 @@ def _draw_panel(plot: Any, title: str, bars: Sequence[Bar]) -> None:
     places = [place + sum(bar.apart for bar in bars[: place + 1]) / 2 for place in range(len(bars))]
     colours = [COLOURS[bar.kind] for bar in bars]
     drawn = plot.barh(places, middles, xerr=errors, color=colours, error_kw={"linewidth": 0.8})
-    outline = [withStroke(linewidth=2, foreground="white")]
-    drawn.errorbar.lines[2][0].set_path_effects(outline)  # to be seen on a dark page
+    drawn.errorbar.lines[2][0].set_path_effects(_outline())
     limits = [
         (b.limit, place) for place, b in zip(places, bars, strict=True) if b.limit is not None
     ]
     if limits:
-        plot.plot(*zip(*limits, strict=True), **_LIMIT, path_effects=outline)
+        plot.plot(*zip(*limits, strict=True), **_LIMIT, path_effects=_outline())
     most = max(bar.quartiles[2] for bar in bars)
     for place, bar in zip(places, bars, strict=True):
         # To the right of the quartiles' line, which would cross the label.
