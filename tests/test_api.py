@@ -35,7 +35,7 @@ ROOMS = {
         "torch_ddp": "common core options reducer sync",
         "world": "backend common launch mpi node reducer",
         "training": "",
-        "bench": "common launch node optim reducer sync training watch world",
+        "bench": "common core launch node optim reducer sync training watch world",
     }.items()
 }
 
