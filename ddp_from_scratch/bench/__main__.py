@@ -43,8 +43,9 @@ gets its own processes, and a model pays for new memory from the system in each 
 the same in all: one of the model's batches for each core, joined along their first dimension.
 
 --what-if trains one rank for a few steps (--rounds, or 10) without communication, records when each
-gradient is ready, and writes one page that works offline. In it you choose bucket cap, ranks, wire
-and cores, guess what a step costs, and see what a model of the step says, and the memory of a rank.
+gradient is ready (with --backend nccl on the GPU), and writes one page that works offline. In it
+you choose bucket cap, ranks, wire and cores, guess what a step costs, and see what a model of the
+step says, and the memory of a rank.
 
 Run nothing else meanwhile. Otherwise the table says so, and gives no verdict.
 """

@@ -64,8 +64,8 @@ def record(
         Gradient(parameters[n].nbytes, moments[n]) for n in sorted(moments, key=moments.__getitem__)
     ]
     core_gbs = 0.0 if gpu.is_gpu(device) else CORE_GBS
-    times = [_ms(column) for column in zip(*parts, strict=True)]
-    return Layers(of.name, *times, gradients, copy_gbs(device), core_gbs)
+    forward, backward, update = (_ms(column) for column in zip(*parts, strict=True))
+    return Layers(of.name, forward, backward, update, gradients, copy_gbs(device), core_gbs)
 
 
 def copy_gbs(device: torch.device) -> float:

@@ -11,8 +11,10 @@ import torch
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch.bench import step_model, what_if
+from ddp_from_scratch.bench.__main__ import main, parse
 from ddp_from_scratch.bench.contenders import OPTIMIZERS
 from ddp_from_scratch.bench.step_model import Gradient, Layers, Setting, memory, predict
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.core.layout import bucket_caps
 from tests.support.on_ranks import on
 
@@ -163,6 +165,24 @@ def test_recorded_gradients_are_in_ready_order():
     assert [g.ready for g in found.gradients] == sorted(g.ready for g in found.gradients)
     assert 0 < found.gradients[0].ready <= found.gradients[-1].ready
     assert found.core_gbs == what_if.CORE_GBS
+
+
+def test_the_program_writes_the_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    page = tmp_path / "step.html"
+    assert (
+        main(["--model", "small", "--backend", "gloo", "--rounds", "2", "--what-if", str(page)])
+        == 0
+    )
+    assert capsys.readouterr().out == f"{page}: open it in a browser\n"
+    (model,) = json.loads(script(page.read_text(), "data"))["models"]
+    assert model["name"] == "MLP, 0.5 MB, batch 16"
+    assert len(model["gradients"]) == 4
+    for wrong in ("--nproc 2", "--layouts", "--seconds 1", "--way kept", "--results elsewhere"):
+        with pytest.raises(UsageError, match=f"leave {wrong.split()[0]} out"):
+            parse(["--what-if", str(page), *wrong.split()], "bench")
+    with pytest.raises(UsageError, match="must name a file in an existing folder"):
+        parse(["--what-if", str(tmp_path / "none" / "step.html")], "bench")
 
 
 # Memory -----------------------------------------------------------------------------------------
