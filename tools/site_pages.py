@@ -7,6 +7,7 @@ its table of contents.
 """
 
 import ast
+import json
 import re
 import shutil
 import sys
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import api_pages
 from api_pages import PACKAGE, ROOT
+
+from ddp_from_scratch.bench import what_if
+from ddp_from_scratch.bench.step_model import Layers
 
 TITLE = "# ddp_from_scratch"  # the README's
 PICTURES = (".png", ".svg")
@@ -62,7 +66,7 @@ CONTENTS: dict[str, dict[str, list[str]]] = {
         "docs/glossary.md": [],
         "docs/private-names.md": [],
     },
-    "Measured": {"benchmarks/README.md": [], "timeline/README.md": []},
+    "Measured": {"benchmarks/README.md": [], "timeline/README.md": [], "what_if/README.md": []},
     "Change it": {
         **{name: [] for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "AGENTS.md")},
         INSIDE: [f"ddp_from_scratch/{room.name}/README.md" for room in ROOMS],
@@ -80,6 +84,15 @@ to zoom in.
 
 ```text
 {(ROOT / f"{_SAMPLE}.txt").read_text()}```
+"""
+_WHAT_IF = """# What would a step cost?
+
+Choose buckets, ranks and a wire, and guess before you see the answer
+(<a href="what_if.html">open it alone</a>). `python -m benchmarks.what_if --record` measured the
+layers, and `python -m ddp_from_scratch.bench --what-if step.html` writes a page for your model.
+[Buckets](../docs/how-to/buckets.md#what-would-a-step-cost) explains what it computes.
+
+<iframe src="what_if.html" title="what would a step cost?"></iframe>
 """
 _LINK = re.compile(
     r"(?P<before>!?\[(?P<text>[^\]]*)\]\()(?!\w+:|#)(?P<path>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)"
@@ -105,6 +118,7 @@ def pages() -> dict[str, str]:
     texts |= {path.name: path.read_text() for path in sorted(ROOT.glob("*.md"))}
     texts |= api_pages.pages()
     texts["timeline/README.md"] = _TIMELINE
+    texts["what_if/README.md"] = _WHAT_IF
     texts[INSIDE] = ASIDE + _inside()
     for room in ROOMS:
         texts[f"ddp_from_scratch/{room.name}/README.md"] = ASIDE + _room(room)
@@ -115,6 +129,12 @@ def pages() -> dict[str, str]:
     readme = texts["README.md"]
     texts |= {"index.md": _landing(readme), "README.md": readme.replace(TITLE, "# Overview", 1)}
     return {name: _with_links(name, text, texts) for name, text in texts.items()}
+
+
+def what_if_page() -> str:
+    """Returns the what-if page, with the recorded models of the benchmark."""
+    rows = json.loads((ROOT / "benchmarks/results/what_if-models.json").read_text())["samples"]
+    return what_if.as_html([Layers(**row) for row in rows])
 
 
 def _with_links(name: str, markdown: str, there: Iterable[str]) -> str:

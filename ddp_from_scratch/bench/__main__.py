@@ -5,6 +5,7 @@ Examples:
     {program} --model resnet50 --optimizer adamw --nproc 4
     {program} --model my_file.py:make --backend gloo mpi
     {program} --model my_file.py:make --layouts       how many ranks to start
+    {program} --model my_file.py:make --what-if step.html    a page about other settings
 
 Your own model is a function in a file that returns a module, a batch and, optionally, a loss:
 
@@ -41,6 +42,11 @@ gets its own processes, and a model pays for new memory from the system in each 
 (ranks x threads), with torch's DDP and this library, in samples per second. The machine's batch is
 the same in all: one of the model's batches for each core, joined along their first dimension.
 
+--what-if trains one rank for a few steps (--rounds, or 10) without communication, records when each
+gradient is ready (with --backend nccl on the GPU), and writes one page that works offline. In it
+you choose bucket cap, ranks, wire and cores, guess what a step costs, and see what a model of the
+step says, and the memory of a rank.
+
 Run nothing else meanwhile. Otherwise the table says so, and gives no verdict.
 """
 
@@ -55,12 +61,14 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from ddp_from_scratch.bench import layouts
+import torch
+
+from ddp_from_scratch.bench import layouts, what_if
 from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
 from ddp_from_scratch.bench.results import Run, Samples, compact_json, kind, save, table, verdict
-from ddp_from_scratch.bench.timing import WAYS, BenchmarkJob, Content, default_ranks, measure
+from ddp_from_scratch.bench.timing import WAYS, BenchmarkJob, Content, default_ranks, measure, show
 from ddp_from_scratch.bench.workloads import WORKLOADS, workload
-from ddp_from_scratch.common.errors import UsageError
+from ddp_from_scratch.common.errors import UsageError, one_line
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
@@ -86,6 +94,8 @@ def main(
         workload(name).check()  # reports a mistake before the first job runs
     if options.layouts:
         return _compare_layouts(options)
+    if options.what_if is not None:
+        return _write_what_if(options)
     for nproc, name in product(options.nproc, options.model):
         job = _job(options, name, nproc)
         ways = [replace(job, way=way) for way in options.way]
@@ -112,6 +122,8 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     add("--nproc", type=int, nargs="+", metavar="N", help=text)
     add("--threads", type=int, metavar="N", help="threads of a rank (default: 1)")
     add("--layouts", action="store_true", help="compare ranks x threads on all cores")
+    text = "write a page that asks what a step would cost with other settings"
+    add("--what-if", type=Path, metavar="FILE", help=text)
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
     text = "how contenders run (default: interleaved)"
     add("--way", nargs="+", choices=WAYS, default=["interleaved"], help=text)
@@ -127,6 +139,7 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     add("--into", type=Path, help=argparse.SUPPRESS)  # where rank 0 puts its part
     options = parser.parse_args(arguments)
     _check_layouts(options)
+    _check_what_if(options, parser)
     options.nproc = options.nproc or [ranks]
     options.threads = 1 if options.threads is None else options.threads
     if not 0 < options.seconds < math.inf:
@@ -156,6 +169,18 @@ def _check_layouts(options: argparse.Namespace) -> None:
         )
 
 
+def _check_what_if(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if options.what_if is None:
+        return
+    for name in ("layouts", "nproc", "contender", "way", "seconds", "results"):
+        if getattr(options, name) != parser.get_default(name):
+            raise UsageError(
+                f"--what-if records one rank without communication: leave --{name} out"
+            )
+    if not options.what_if.parent.is_dir() or options.what_if.is_dir():
+        raise UsageError(f"--what-if must name a file in an existing folder, got {options.what_if}")
+
+
 def _default_backends() -> list[str]:
     from ddp_from_scratch.common import gpu
 
@@ -183,6 +208,24 @@ def _compare_layouts(options: argparse.Namespace) -> int:
     return 0
 
 
+def _write_what_if(options: argparse.Namespace) -> int:
+    device = torch.device("cuda" if options.backend == ["nccl"] else "cpu")
+    optimizers, steps = OPTIMIZERS[options.optimizer], options.rounds or 10
+    models, shows = [], sys.stderr.isatty()
+    for name in options.model:
+        if shows:
+            show(f"recording {name}")
+        models.append(what_if.record(workload(name), device, optimizers, steps, options.threads))
+    if shows:
+        show("")
+    try:
+        options.what_if.write_text(what_if.as_html(models), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {options.what_if}: {one_line(error)}") from error
+    print(f"{options.what_if}: open it in a browser", flush=True)
+    return 0
+
+
 def report(job: BenchmarkJob, content: Content, results: Path | None) -> Run:
     """Prints the results of a job, and writes them to the folder `results` if there is one."""
     samples = [Samples(**sample) for sample in content["samples"]]
@@ -198,8 +241,9 @@ def report(job: BenchmarkJob, content: Content, results: Path | None) -> Run:
 
 def _under_launcher(options: argparse.Namespace) -> int:
     """Runs this rank's part of one table, under torchrun, srun or mpirun."""
-    if options.layouts:
-        raise UsageError("--layouts starts its ranks itself: leave the launcher out")
+    if options.layouts or options.what_if is not None:
+        name = "layouts" if options.layouts else "what-if"
+        raise UsageError(f"--{name} starts what it measures itself: leave the launcher out")
     if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
         raise UsageError("under a launcher give one --model, one --backend and no --way")
     job = _job(options, options.model[0], environment.started() or 1)

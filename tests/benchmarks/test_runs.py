@@ -33,6 +33,7 @@ RUNS = {
     "start_time": "--ranks 2 --rounds 1",
     "drill": "--every 10",
     "survive": "--kills 2 --epochs 30 --no-torchrun",
+    "what_if": f"{SMALL} {TWICE} --place memory messages",
     "timelines": f"{SMALL} --steps 2 --place {timelines.GLOO}",
 }
 
@@ -66,6 +67,8 @@ def test_runs(name, tmp_path, monkeypatch, capsys):
     assert samples
     if name == "survive":
         assert "2 kills: all " in printed
+    if name == "what_if":
+        assert re.search(r"of 8 predictions are within 1.5 times", printed)
     if name == "drill":
         assert re.search(r"computes wrongly +named after .* s, 3 ranks after .* 4 ranks", printed)
         assert " have the bits of one rank without a fault\n" in printed

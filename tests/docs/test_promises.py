@@ -67,6 +67,7 @@ def test_every_public_name_and_option_is_in_the_reference():
     assert sorted(shown) == sorted(inspect.signature(ddp_from_scratch.Reducer).parameters)
 
 
+BENCH = ROOT / "ddp_from_scratch" / "bench"
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 RUN_PY = {*make_parser()._option_string_actions} - {"-h", "--help"}
 OF_OTHERS = {
@@ -86,7 +87,7 @@ OF_OTHERS = {
 
 
 def test_every_option_named_is_one_of_a_program():
-    programs = ROOT / "benchmarks", ROOT / "examples", ROOT / "tests" / "support"
+    programs = ROOT / "benchmarks", ROOT / "examples", ROOT / "tests" / "support", BENCH
     source = MAKEFILE + source_of(*programs)
     source += (ROOT / "tests" / "conftest.py").read_text()
     known = RUN_PY.union({"--help"}, re.findall(r"--[a-z][a-z-]+", source), *OF_OTHERS.values())

@@ -20,6 +20,7 @@ def test_the_site_has_all_pages_names_and_no_dead_link(tmp_path, monkeypatch):
         if not target.is_file() or (anchor and anchor not in anchors(target))
     ]
     assert dead == []
+    assert "ResNet-18" in module.what_if_page()
     listed = {page for section in module.CONTENTS.values() for page in section}
     assert [page for page in listed if not (folder / page).is_file()] == []
     assert listed | {"README.md"} >= {name_of(page) for page in PAGES}

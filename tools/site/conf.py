@@ -1,8 +1,9 @@
 """Sphinx builds the pages that `site_pages.py` wrote; `make docs` runs both."""
 
+from pathlib import Path
 from typing import Any
 
-from site_pages import CONTENTS
+from site_pages import CONTENTS, what_if_page
 
 import ddp_from_scratch
 
@@ -42,7 +43,14 @@ def _enlarge(app: Any, document: Any) -> None:
         picture["width"] = "100%"
 
 
+def _add_what_if(app: Any, exception: Exception | None) -> None:
+    """Writes the what-if page beside the page that frames it."""
+    if exception is None:
+        (Path(app.outdir) / "what_if" / "what_if.html").write_text(what_if_page(), encoding="utf-8")
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _add_contents)
     app.connect("doctree-read", _enlarge)
+    app.connect("build-finished", _add_what_if)
