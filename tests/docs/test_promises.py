@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -223,6 +224,16 @@ def test_the_drill_of_the_readme_is_that_of_the_results():
     *first, last = re.findall(r"4 ranks after ([\d.]+) s", followed)
     told = f"Four ranks train again after {', '.join(first)} and {last} s"
     assert told in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_predictions_are_as_close_as_the_page_says():
+    content = json.loads((ROOT / "benchmarks/results/what_if.json").read_text())
+    ratios = [each["predicted"] / median(each["measured"]) for each in content["samples"]]
+    close = sum(1 / 1.5 <= ratio <= 1.5 for ratio in ratios)
+    (page,) = [page for page in PAGES if page.name == "buckets.md"]
+    assert f"{close} of {len(ratios)} are within 1.5 times the measured" in " ".join(
+        page.read_text().split()
+    )
 
 
 def test_a_loop_of_ones_own_is_shown_with_the_lines_of_the_program():
