@@ -18,7 +18,6 @@ html_theme = "furo"
 html_show_copyright = False
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_search_scorer = "static/scorer.js"
 html_favicon = "static/icon.svg"
 html_theme_options = {"top_of_page_buttons": ["view"]}
 # Nothing is fetched from elsewhere, and pages and search work from a folder, without a server.
