@@ -36,19 +36,18 @@ class Workload:
     is_own: bool = False  # True if it is from a file of the user's
 
     def check(self) -> None:
-        """Computes the loss of a model of the user's once.
+        """Computes the default loss once, if the user's file has a model without a loss.
 
         Raises:
-            UsageError: the default loss does not fit the model and its batch.
+            UsageError: it does not fit the model and its batch.
         """
-        if not self.is_own:
+        if not self.is_own or self.loss is not _classification_loss:
             return
         try:
-            with torch.no_grad():
-                self.loss(self.model().eval(), self.batch())
+            self.loss(self.model().eval(), self.batch())
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
-            if self.loss is not _classification_loss or isinstance(error, torch.OutOfMemoryError):
-                raise
             # All ranks of a launcher raise it, so only rank 0 reports it.
             kind = PeerError if dist.is_initialized() and dist.get_rank() else UsageError
             raise kind(

@@ -19,7 +19,7 @@ def stack_of(thread: int | None) -> list[FrameType]:
     return list(_with_callers(frame))
 
 
-# One thread at a time pauses garbage collection, and a fork waits until it goes on.
+# Held while garbage collection is off. A fork takes it, too, so that no child starts with it off.
 _paused = threading.Lock()
 os.register_at_fork(
     before=_paused.acquire,
@@ -30,7 +30,7 @@ os.register_at_fork(
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Pauses garbage collection, in Python 3.11.
+    """Turns garbage collection off in the block, on Python 3.11.
 
     There `_current_frames` holds the interpreter's lock on threads. A collection in it, whose
     finalizers wait for a thread, would deadlock the process

@@ -84,7 +84,7 @@ def test_handlers_are_those_of_the_block_alone():
         assert stop.received == signal.SIGUSR1
     assert [signal.getsignal(number) for number in numbers] == before
     with stop:
-        assert stop.received == 0  # each block begins anew
+        assert stop.received == 0  # entering resets it
     ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         with stop:
