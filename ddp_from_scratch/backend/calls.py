@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.operations import name_ranks
-from ddp_from_scratch.common.frames import stack_of
+from ddp_from_scratch.common.frames import local_of, stack_of
 
 _PACKAGE = str(Path(__file__).parents[1])
 _TORCH = dist.distributed_c10d.__file__
@@ -128,7 +128,7 @@ def blocked() -> BlockingCall | None:
             outer = one
         elif not one.f_code.co_filename.endswith((_WRAPPER, "typing_extensions.py")):
             break
-    function, group = outer.f_code.co_name, outer.f_locals.get("group")
+    function, group = outer.f_code.co_name, local_of(outer, "group")
     if function.startswith("_") or function in _NOT_COLLECTIVE:
         return None
     group = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD

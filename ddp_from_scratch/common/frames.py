@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 
 def stack_of(thread: int | None) -> list[FrameType]:
@@ -14,9 +15,19 @@ def stack_of(thread: int | None) -> list[FrameType]:
 
     The list is empty if the thread has ended. Any thread may call it, while the other runs.
     """
+    frames = []
     with _no_collection():
         frame = sys._current_frames().get(thread or 0)
-    return list(_with_callers(frame))
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+    return frames
+
+
+def local_of(frame: FrameType, name: str) -> Any:
+    """Returns a local variable of a frame of another thread, or None."""
+    with _no_collection():
+        return frame.f_locals.get(name)
 
 
 # Held while garbage collection is off. A fork takes it, too, so that no child starts with it off.
@@ -32,9 +43,10 @@ os.register_at_fork(
 def _no_collection() -> Iterator[None]:
     """Turns garbage collection off in the block, on Python 3.11.
 
-    There `_current_frames` holds the interpreter's lock on threads. A collection in it, whose
-    finalizers wait for a thread, would deadlock the process
-    (https://github.com/python/cpython/issues/106883).
+    There any allocation may collect, and finalizers let other threads run. Their frames may end
+    while `f_back` or `f_locals` reads them, and the process crashes. `_current_frames` also holds
+    the interpreter's lock on threads, so a finalizer that waits for a thread deadlocks
+    (https://github.com/python/cpython/issues/106883). Later Pythons collect between instructions.
     """
     with _paused:
         collects = gc.isenabled() and sys.version_info < (3, 12)
@@ -45,9 +57,3 @@ def _no_collection() -> Iterator[None]:
         finally:
             if collects:
                 gc.enable()
-
-
-def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

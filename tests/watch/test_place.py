@@ -87,6 +87,60 @@ def test_a_garbage_collection_meanwhile_does_not_deadlock_the_process():
     assert (ran.stdout.split(), ran.stderr) == (["True", "False"], "")
 
 
+# The main thread returns from its functions and calls others as soon as the other thread, which
+# walks the main thread's stack, collects garbage.
+RUNS_ON_WHILE_LOOKING = """
+import gc, sys, threading
+from ddp_from_scratch.common.frames import stack_of
+
+waits, go, has_moved, end = [threading.Event() for _ in range(4)]
+
+def narrow(depth):
+    if depth:
+        return narrow(depth - 1)
+    waits.set()
+    go.wait()
+
+def wide(depth):
+    a = b = c = d = e = f = g = h = i = j = k = l = m = depth
+    if depth:
+        return wide(depth - 1)
+    has_moved.set()
+    end.wait()
+
+def collected(phase, info):
+    if threading.get_ident() != main:
+        inside = sys._getframe(1)
+        if inside.f_code.co_name == "stack_of" and inside.f_locals.get("frames"):
+            go.set()
+            has_moved.wait()
+
+def look():
+    waits.wait()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    names = [frame.f_code.co_name for frame in stack_of(main)]
+    gc.set_threshold(0)
+    go.set()
+    end.set()
+    print(names.count("narrow"))
+
+main = threading.get_ident()
+looker = threading.Thread(target=look, daemon=True)
+looker.start()
+narrow(20)
+wide(20)
+looker.join()
+"""
+
+
+@pytest.mark.program
+def test_a_garbage_collection_meanwhile_does_not_lose_frames_that_end():
+    command = [sys.executable, "-c", RUNS_ON_WHILE_LOOKING]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    assert (ran.stdout.split(), ran.stderr) == (["21"], "")
+
+
 def test_an_error_does_not_wait_for_a_store_that_does_not_answer():
     """As the store of a rank that is stopped."""
 
