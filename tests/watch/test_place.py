@@ -106,7 +106,7 @@ def wide(depth):
     if depth:
         return wide(depth - 1)
     has_moved.set()
-    end.wait()
+    end.wait(5)
 
 def collected(phase, info):
     if threading.get_ident() != main:
