@@ -181,6 +181,6 @@ def test_a_step_takes_as_few_calls_as_it_did(world):
     """Four layers in four buckets. The backend's calls have a budget in its own room."""
     for leftover in active_reducers():  # of other tests on these ranks
         remove(leftover)
-    for called, most in zip(trace(), (230, 60, 142), strict=True):
+    for called, most in zip(trace(), (231, 61, 143), strict=True):
         above = {place: n for place, n in called.items() if not place[0].startswith("backend/")}
         assert sum(above.values()) <= most, above
