@@ -47,7 +47,7 @@ gradient is ready (with --backend nccl on the GPU), and writes one page that wor
 you choose bucket cap, ranks, wire and cores, guess what a step costs, and see what a model of the
 step says, and the memory of a rank.
 
-Run nothing else meanwhile. Otherwise the table says so, and gives no verdict.
+Run nothing else at the same time. Otherwise the table says so, and gives no verdict.
 """
 
 import argparse
@@ -94,7 +94,7 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     add("--nproc", type=int, nargs="+", metavar="N", help=text)
     add("--threads", type=int, metavar="N", help="threads of a rank (default: 1)")
     add("--layouts", action="store_true", help="compare ranks x threads on all cores")
-    text = "write a page that asks what a step would cost with other settings"
+    text = "write a page that computes what a step would cost with other settings"
     add("--what-if", type=Path, metavar="FILE", help=text)
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
     text = "how contenders run (default: interleaved)"

@@ -55,6 +55,10 @@ def _short(default):
     return f"{default:g}" if isinstance(default, float) else repr(default)
 
 
+def test_every_page_begins_with_its_title():
+    assert [name for name, text in TEXT.items() if not text.startswith("# ")] == []
+
+
 def test_signatures_in_the_table_are_those_of_the_code():
     shown = re.findall(r"^\| \[`(\w+)\((.*?)\)`\]", REFERENCE, re.MULTILINE)
     assert {"process_group", "Reducer", "check_sync", "SGD"} <= {name for name, _ in shown}
