@@ -136,7 +136,10 @@ def test_what_layouts_choose_cannot_be_given():
     assert parse(["--threads", "3"], "bench").threads == 3
 
 
-NEWER = {"torch DDP, batched copies", "torch DDP, tapering buckets"}  # need options of torch's class
+NEWER = {
+    "torch DDP, batched copies",
+    "torch DDP, tapering buckets",
+}  # need options of torch's class
 
 
 def test_the_command_line_offers_what_there_is():

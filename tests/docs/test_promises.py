@@ -162,7 +162,7 @@ def test_the_files_that_the_glossary_names_have_its_words():
 
 
 def test_every_test_named_is_there():
-    named = set(re.findall(r"`(test_\w+)`", section(REFERENCE, "Features beside others")))
+    named = set(re.findall(r"`(test_\w+)`", section(REFERENCE, "Comparison with other libraries")))
     there = source_of(ROOT / "tests")
     assert len(named) > 20
     assert {name for name in named if f"def {name}(" not in there} == set()
