@@ -4,7 +4,8 @@ import re
 
 import torch
 
-from ddp_from_scratch.bench import contenders, layouts, names, run, timing
+from ddp_from_scratch.bench import contenders, layouts, names, timing
+from ddp_from_scratch.bench import run as program
 from ddp_from_scratch.bench.__main__ import parse
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
 from ddp_from_scratch.bench.results import Run, Samples, verdict
@@ -152,9 +153,9 @@ def test_the_command_line_offers_what_there_is():
 
 
 def test_a_contender_that_this_torch_lacks_is_refused(monkeypatch):
-    monkeypatch.setattr(run, "CONTENDERS", contenders.CONTENDERS[:3])
+    monkeypatch.setattr(program, "CONTENDERS", contenders.CONTENDERS[:3])
     chosen = parse(["--contender", "torch DDP, tapering buckets"], "bench")
-    told = refusal(run.run, chosen)
+    told = refusal(program.run, chosen)
     assert re.fullmatch(
         r"--contender 'torch DDP, tapering buckets' needs a newer torch than \S+", told
     )

@@ -24,8 +24,8 @@ html_favicon = "static/icon.svg"
 # Nothing is fetched from elsewhere, and pages and search work from a folder, without a server.
 html_theme_options = {
     "top_of_page_buttons": ["view", "edit"],
-    # The address of the repository on GitHub, GitLab or Bitbucket, to which pages then link: to their
-    # file, and to its editor. Empty: no links.
+    # The address of the repository on GitHub, GitLab or Bitbucket. With it, each page links to its
+    # file there, and to the editor. Empty: no links.
     "source_repository": "",
     "source_branch": "main",
 }
