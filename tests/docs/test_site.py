@@ -23,6 +23,8 @@ def test_the_site_has_all_pages_names_and_no_dead_link(tmp_path, monkeypatch):
     ]
     assert dead == []
     assert "ResNet-18" in module.what_if_page()
+    chapters = [(folder / name).read_text() for name in module.CHAPTERS]
+    assert [text[:40] for text in chapters if re.search("^(Back|Next): ", text, re.MULTILINE)] == []
     listed = {page for section in module.CONTENTS.values() for page in section}
     assert [page for page in listed if not (folder / page).is_file()] == []
     assert listed | {"README.md"} >= {name_of(page) for page in PAGES}
