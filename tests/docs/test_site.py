@@ -42,6 +42,7 @@ REPOSITORY = "https://github.com/someone/ddp_from_scratch"
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Sphinx and its extensions
 @pytest.mark.parametrize("repository", ["", REPOSITORY])
 def test_pages_link_to_a_repository_by_one_setting(repository, tmp_path, monkeypatch):
     application = pytest.importorskip("sphinx.application")
