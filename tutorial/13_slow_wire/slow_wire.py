@@ -4,6 +4,7 @@ python -m tutorial.13_slow_wire.slow_wire
 """
 
 from importlib import import_module
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -62,7 +63,7 @@ def low_rank(gradient, state):
 
 
 def train(average, keep, mbit):
-    """Trains for `SECONDS`; returns a step's bytes, and the time and the loss after each step."""
+    """Trains for `SECONDS`; returns a step's bytes and seconds, and the loss after each step."""
     if keep != "nothing":
         average = import_module(f"tutorial.13_slow_wire.{keep}").keep_error(average)
     torch.manual_seed(0)
@@ -72,8 +73,8 @@ def train(average, keep, mbit):
     )
     test = torch.randn(512, WIDTH)
     states = {parameter: {} for parameter in model.parameters()}
-    losses, times, now = [], [], 0.0
-    while now < SECONDS:
+    losses, times, duration = [], [], torch.zeros(())
+    while len(losses) * duration < SECONDS:
         generator = torch.Generator().manual_seed(100 * len(losses) + dist.get_rank())
         x = torch.randn(BATCH, WIDTH, generator=generator)
         begin, sent = perf_counter(), 0
@@ -84,14 +85,12 @@ def train(average, keep, mbit):
                 mean, size = average(parameter.grad, state)
                 parameter -= RATE * mean
                 sent += size
-        wire = 8 * sent / (1e6 * mbit)  # the seconds that the step's bytes would take
-        spent = torch.tensor(perf_counter() - begin + wire)
-        dist.broadcast(spent, 0)  # so that all ranks stop after the same step
-        now += spent.item()
-        times.append(now)
+        times.append(perf_counter() - begin)
+        duration = torch.tensor(median(times) + 8 * sent / (1e6 * mbit))  # of a step, with the wire
+        dist.broadcast(duration, 0)  # so that all ranks stop after the same step
         with torch.no_grad():
             losses.append((model(test) - teacher(test)).square().mean().item())
-    return sent, times, losses
+    return sent, duration.item(), losses
 
 
 def main():
@@ -99,7 +98,7 @@ def main():
     options = read_options(
         __doc__,
         nproc=2,
-        mbit=(100.0, "Mbit/s of the wire that is assumed"),
+        mbit=(50.0, "Mbit/s of the wire that is assumed"),
         keep=(["nothing", "exercise", "solution"], "whose keep_error keeps what was not sent"),
     )
     ways = whole, bf16, top_k, low_rank
