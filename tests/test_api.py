@@ -151,8 +151,10 @@ def test_one_text_lists_every_place_that_divides_gradients():
 
 def test_the_layers_in_the_guide_have_every_room_above_what_it_imports():
     layers = (PACKAGE.parent / "docs/how-it-works.md").read_text().partition("## Layers")[2]
-    lines = re.findall(r"^    ([a-z_, ]+?)  ", layers.partition("\n## ")[0], re.MULTILINE)
-    floor = {room: number for number, line in enumerate(lines) for room in line.split(", ")}
+    lines = re.findall(r"^\| (`.*?) \|", layers.partition("\n## ")[0], re.MULTILINE)
+    floor = {
+        room: number for number, line in enumerate(lines) for room in re.findall(r"`(\w+)`", line)
+    }
     assert floor.keys() == ROOMS.keys()
     assert not [(a, b) for a, below in ROOMS.items() for b in below if floor[b] <= floor[a]]
 
