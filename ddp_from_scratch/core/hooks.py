@@ -68,8 +68,8 @@ class Hooks:
         self._chosen: tuple[bool, tuple[FlatBucket, ...]] = (True, ())
         _watch_steps()
         _hooked[id(reducer)] = reducer
-        # The parameters may outlive the Reducer, but their hooks must not.
-        weakref.finalize(self, _remove_all, self.handles)
+        # The parameters may outlive the Reducer, but hooks that call it must not.
+        weakref.finalize(self, _refuse_gradients, self.handles[: len(parameters)], self.handles)
 
     def _note_undefined(self, index: int) -> None:
         note = partial(_note_undefined, self._undefined, index)
@@ -195,6 +195,27 @@ def _remove_all(handles: Iterable[Handle]) -> None:
     for handle in handles:
         handle.remove()
         _ours.discard(handle.id)
+
+
+def _refuse_gradients(of_parameters: Sequence[Handle], handles: Iterable[Handle]) -> None:
+    """Has the next gradient raise: its Reducer is gone with its module, and nobody averages it."""
+    tables = [
+        (handle.hooks_dict_ref(), handle.id)
+        for handle in of_parameters
+        if handle.id in (handle.hooks_dict_ref() or ())
+    ]
+    _remove_all(handles)
+    for table, number in tables:
+        if table is not None:
+            table[number] = _raise_forgotten
+
+
+def _raise_forgotten(parameter: torch.Tensor) -> None:
+    raise RuntimeError(
+        f"the Reducer of a parameter of shape {tuple(parameter.shape)} is gone, because nothing "
+        f"refers to it or to its module, such as a temporary ModuleList: keep the Reducer for as "
+        f"long as you train, or call its remove() if this gradient is to stay local"
+    )
 
 
 def nothing() -> tuple[Any, ...]:

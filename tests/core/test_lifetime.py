@@ -1,6 +1,7 @@
 """no_sync, interrupted passes, removal, copies and the end of a Reducer."""
 
 import copy
+import gc
 from unittest.mock import patch
 
 import pytest
@@ -136,3 +137,20 @@ def test_the_division_is_by_the_ranks_of_the_group_that_is_open(monkeypatch):
         assert model.weight.grad.item() == 0.5
         monkeypatch.undo()
         reducer.remove()
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["forgotten", "removed"])
+@on("gloo-2")
+def test_a_gradient_whose_reducer_is_gone_with_a_temporary_container_raises(world, removed):
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    reducer = Reducer(torch.nn.ModuleList(layers))
+    if removed:
+        reducer.remove()
+    del reducer
+    gc.collect()
+    loss = layers[1](layers[0](torch.ones(1, 2))).sum()
+    if removed:
+        loss.backward()
+        return
+    with pytest.raises(RuntimeError, match=r"shape \(2,\) is gone, because .*: keep the Reducer"):
+        loss.backward()
