@@ -85,7 +85,11 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     # no copy has to transpose (channels-last models). Strides with holes would not fit.
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     dense = parameter.is_contiguous() or parameter.permute(order).is_contiguous()
-    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+    return parameter.stride() if dense else _contiguous_strides(parameter)
+
+
+def _contiguous_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
 
 
 def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

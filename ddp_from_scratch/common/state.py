@@ -34,7 +34,7 @@ def broadcast_state(
     file = io.BytesIO()
     if is_source:
         torch.save(state, file)
-    size = torch.tensor([file.tell()], device="cpu")
+    size = torch.tensor([file.tell()], dtype=torch.int64, device="cpu")
     wait(dist.broadcast(size, group=process_group, group_src=src, async_op=True))
     data = file.getbuffer() if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)

@@ -198,7 +198,7 @@ class CoreReducer:
     def _agree_on_order(self) -> None:
         """Lays the buckets out in the order of rank 0's gradients, on all ranks. Collective."""
         seen_first = dict.fromkeys([*self._seen, *reversed(range(len(self.names)))])
-        order = torch.tensor([*seen_first], device=self.device)
+        order = torch.tensor([*seen_first], dtype=torch.int64, device=self.device)
         dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [*map(self.names.__getitem__, order.tolist())]
         self.lay_out()

@@ -444,7 +444,7 @@ class _BackwardAndStep:
         self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, clip: float | None
     ) -> None:
         self._loss, self._optimizer, self._reducer, self._clip = loss, optimizer, reducer, clip
-        self.norm = None if clip is None else torch.zeros((), device="cpu")
+        self.norm = None if clip is None else torch.zeros((), dtype=torch.float64, device="cpu")
 
     def __call__(self) -> torch.Tensor:
         optimizer, iteration = self._optimizer, self._reducer.core.iteration

@@ -116,7 +116,7 @@ class Muon(torch.optim.Optimizer):
         settings = self._settings if group["use_muon"] else {"fused": True}
         given = {n: group[n] for n in inspect.signature(kind).parameters if n in group}
         # torch's class checks the values and adds its defaults; the parameters are checked below.
-        some = [torch.empty(1, 1, device="cpu")]
+        some = [torch.empty(1, 1, dtype=torch.float32, device="cpu")]
         (checked,) = kind(**settings | given | {"params": some}).param_groups
         super().add_param_group(checked | group)
         try:
@@ -231,7 +231,8 @@ class Muon(torch.optim.Optimizer):
         owners = divide([cost(parameter.shape) for parameter, _, _ in rows], size)
         # Behind its results each rank sends a checksum of its settings, in the same message.
         text, device = self._settings_text(), rows[0][0].device
-        end = torch.full((1,), zlib.crc32(text.encode()), device=device).view(self.ns_dtype)
+        number = zlib.crc32(text.encode())
+        end = torch.full((1,), number, dtype=torch.int64, device=device).view(self.ns_dtype)
         numels: list[list[int]] = [[] for _ in range(size)]
         for (parameter, _, _), owner in zip(rows, owners, strict=True):
             numels[owner].append(parameter.numel())
@@ -306,7 +307,7 @@ class Muon(torch.optim.Optimizer):
         if self._compared() is ranks:
             return
         number = DTYPES.index(self.ns_dtype)
-        ends = torch.tensor([number, -number], device=device)
+        ends = torch.tensor([number, -number], dtype=torch.int64, device=device)
         wait(dist.all_reduce(ends, dist.ReduceOp.MAX, group=ranks, async_op=True))
         most, least = ends.tolist()
         if most != -least:

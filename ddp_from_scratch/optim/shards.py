@@ -150,7 +150,7 @@ class Shards(ShardPolicy):
     def mark_loaded(self, states: States) -> None:
         # From the next step on each rank has a share, and no rank could see a difference.
         rows = [
-            (name, key, torch.as_tensor(value))
+            (name, key, _as_tensor(value))
             for name, parameter in self._reducer.module.named_parameters()
             for key, value in sorted(states.get(parameter, {}).items())
             if isinstance(value, (torch.Tensor, Number))
@@ -464,7 +464,8 @@ class WorldShards(Shards):
     def _gather_and_compare(self, flat: torch.Tensor, text: str) -> Callable[[], None]:
         """Starts to gather shares, each with a checksum of its rank's text; returns the wait."""
         parts, share = flat.view(self._size, -1), flat.numel() // self._size
-        end = torch.full((2,), zlib.crc32(text.encode()), device="cpu").view(flat.dtype)
+        number = zlib.crc32(text.encode())
+        end = torch.full((2,), number, dtype=torch.int64, device="cpu").view(flat.dtype)
         # For a small bucket a copy takes less time than a second message.
         carried = share if flat.nbytes <= _MAX_CARRIED_NBYTES else 0
         rows = flat.new_empty(self._size, carried + end.numel())
@@ -554,3 +555,9 @@ def _checksum(value: object) -> str:
 
 
 SHARDS: dict[str, type[ShardPolicy]] = {"none": Unsharded, "node": NodeShards, "world": WorldShards}
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.complex128, device="cpu")  # holds any number
+
+

@@ -59,7 +59,8 @@ class PowerSGDState:
         if parameter not in self._qs:
             # All ranks meet new parameters in the order of buckets, so they use the same seeds.
             generator = torch.Generator().manual_seed(7919 + len(self._qs))
-            values = torch.randn(rows, self.rank, generator=generator, device="cpu")
+            shape = rows, self.rank
+            values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             self._qs[parameter] = values.to(like)
         return self._qs[parameter]
 

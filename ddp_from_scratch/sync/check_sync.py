@@ -296,7 +296,7 @@ def gather_integers(
     """Returns every rank's integers, by rank. All ranks give equally many. Collective."""
     # gloo takes CPU tensors even if the model is on a GPU; nccl does not.
     device = "cpu" if takes_cpu_tensors(process_group) else "cuda"
-    sent = torch.tensor(mine, device=device)
+    sent = torch.tensor(mine, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(process_group))]
     wait(dist.all_gather(gathered, sent, group=process_group, async_op=True))
     return torch.stack(gathered).tolist()

@@ -161,7 +161,8 @@ class JoinableReducer(Joinable, JoinHook, Observer):
     def _highest_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
         group = cpu_group(self.reducer.process_group)  # the host must not wait for a GPU
-        highest = torch.tensor([group.rank() if candidate else -1], device="cpu")
+        mine = group.rank() if candidate else -1
+        highest = torch.tensor([mine], dtype=torch.int64, device="cpu")
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 

@@ -279,7 +279,8 @@ class ElasticRun:
                 "itself, so call it only in the function of run.repeat(), once in each step"
             )
         # A new tensor: an aborted exchange may still write to the old one.
-        highest = torch.tensor([*flags, int(self._membership.is_over)], device="cpu")
+        mine = [*flags, int(self._membership.is_over)]
+        highest = torch.tensor(mine, dtype=torch.int64, device="cpu")
         self._exchange = dist.all_reduce(highest, dist.ReduceOp.MAX, async_op=True)
 
         def answer() -> list[int]:
