@@ -385,7 +385,9 @@ class Reducer:
 
         For gradients that did not come from `backward()`, such as those of `torch.autograd.grad`,
         and for sums of passes under `no_sync()`. All options apply as in a backward pass. Every
-        parameter needs a gradient, unless the Reducer has `find_unused_parameters`.
+        parameter needs a gradient, unless the Reducer has `find_unused_parameters`. A `.grad` that
+        is expanded, or that shares memory with another one or with a parameter, is first replaced
+        by a copy; other gradients keep their memory.
 
         Raises:
             RuntimeError: this is inside a backward pass or `join()`; the last backward pass was

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
+from ddp_from_scratch.common.memory import give_own_gradients
 from ddp_from_scratch.core.average import Average, BackwardPass
 from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, FlatBucket, gradient_of
 from ddp_from_scratch.core.comm_hooks import CommConfig
@@ -538,6 +539,7 @@ class CoreReducer:
 
     def average_now(self) -> None:
         """Averages every `.grad` as it is, outside of backward. Collective."""
+        give_own_gradients(self.parameters)
         without = []
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None:
