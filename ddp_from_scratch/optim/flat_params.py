@@ -300,15 +300,3 @@ def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     unchanged = parameter.dtype == view.dtype and parameter.stride() == view.stride()
     own_dtype = grad_dtype(parameter) == parameter.dtype
     return unchanged and own_dtype and not sixteen_bit_on_cpu
-
-
-def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """Returns the ids of parameters that share memory. Moving them would silently end that."""
-    ranges = [(p.data_ptr(), p.data_ptr() + p.nbytes, id(p)) for p in parameters if p.numel()]
-    found = set()
-    furthest = 0, 0  # the end of all ranges so far, and the parameter that ends there
-    for begin, end, this in sorted(ranges):
-        if begin < furthest[0]:
-            found |= {furthest[1], this}
-        furthest = max(furthest, (end, this))
-    return found

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.common.arguments import check_ignore, check_whole
 from ddp_from_scratch.common.group import (
     check_group,
     gather_objects,
@@ -65,7 +66,7 @@ def check_sync(
             numbers and texts, also in lists and dicts). Ranks whose optimizer has a parameter must
             have the same state for it. Shards of the state are compared among the ranks that hold
             them; with shard="world" each rank holds another shard.
-        ignore: names of parameters to leave out.
+        ignore: names of parameters to leave out; those of buffers have no effect.
 
     Returns:
         A checksum of all parameters as 16 hexadecimal digits, the same on every rank.
@@ -74,8 +75,16 @@ def check_sync(
         RuntimeError: something differs between ranks. The text, the same on every rank, names the
             first setting, parameter or part of a state that differs, the ranks, and both values or
             the largest absolute difference.
+        ValueError: `ignore` has a name that the module lacks.
+        TypeError: `ignore` is a text, or `optimizers` an optimizer, instead of a list.
     """
     check_group(process_group)
+    ignore = check_ignore(ignore, module)
+    if isinstance(optimizers, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizers must be a list of optimizers, got {type(optimizers).__name__}: write "
+            f"[optimizer]"
+        )
     with on_gpu_of(module):
         named = {
             "the optimizer" if n == 1 else f"optimizer {n}": o for n, o in enumerate(optimizers, 1)
@@ -98,6 +107,7 @@ class DriftCheck(Check):
         ignore: Collection[str],
         advice: str = "",
     ) -> None:
+        check_whole("check_every", every)
         if every < 1:
             raise ValueError(f"check_every must be 1 or more, got {every}")
         self._every, self._is_due = every, bool(advice)

@@ -438,6 +438,10 @@ def elastic(
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")
+    if not isinstance(reducer, Reducer):
+        raise TypeError(
+            f"ddp.elastic takes a ddp.Reducer with virtual_ranks=V, got {type(reducer).__name__}"
+        )
     _ = reducer.virtual_rank_range  # raises without it: fewer ranks would see fewer samples
     if any(isinstance(one, Optimizer) for one in others):
         raise TypeError(
