@@ -78,6 +78,28 @@ def test_malformed_variables_are_named(environ, told):
 
 
 @pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE=2 and no RANK: set both"),
+        ("WORLD_SIZE=two", "WORLD_SIZE=two and no RANK: set both"),
+        ("RANK=1", "RANK=1 and no WORLD_SIZE: set both"),
+    ],
+)
+def test_one_variable_of_a_launcher_alone_is_refused(given, told):
+    """Otherwise each process of a job would train by itself, without a word."""
+    assert told in refusal(environment.placement, variables(given))
+    assert told in refusal(environment.check_alone, variables(given))
+    assert told in refusal(environment.placement, BATCH | variables(given))
+    for place in (SRUN, OPEN_MPI):
+        environment.placement(place | variables(given))
+
+
+def test_a_process_alone_may_have_a_world_size_of_1():
+    for given in ("WORLD_SIZE=1", "RANK=0", "WORLD_SIZE=", "RANK="):
+        assert environment.placement(variables(given)) == ALONE
+
+
+@pytest.mark.parametrize(
     ("environ", "told"),
     [
         (variables("MASTER_PORT=1"), "MASTER_ADDR is not set"),
