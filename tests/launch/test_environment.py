@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_from_scratch import UsageError, start_ranks
+from ddp_from_scratch import UsageError, mpi, start_ranks
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import ALONE, Placement
 from tests.support.refusal import refusal
@@ -92,6 +92,17 @@ def test_one_variable_of_a_launcher_alone_is_refused(given, told):
     assert told in refusal(environment.placement, BATCH | variables(given))
     for place in (SRUN, OPEN_MPI):
         environment.placement(place | variables(given))
+
+
+def test_one_variable_alone_is_refused_where_mpi_sees_no_other_rank(monkeypatch):
+    for size in 1, 2:
+        world = SimpleNamespace(size=size)
+        started = SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world))
+        monkeypatch.setattr(mpi, "_started", lambda started=started: started)
+        if size == 1:
+            assert "no RANK" in refusal(mpi.check_launcher, variables("WORLD_SIZE=2"))
+        else:  # of a cluster that sets it for all, or of an MPI whose launcher is unknown
+            mpi.check_launcher(variables("WORLD_SIZE=2"))
 
 
 def test_a_process_alone_may_have_a_world_size_of_1():
