@@ -74,7 +74,8 @@ class Reducer:
         fuse_wgrad: compute the gradients of large linear layers directly into their buckets
             (`FusedWgrad`). CPU only. Implies `gradient_as_bucket_view`.
         ignore: a list of names of parameters and buffers that are not synchronised. A parameter
-            with several names is ignored under all of them.
+            with several names is ignored under all of them. A name that this rank's module lacks
+            warns.
         check_every: N: run `check_sync` in every Nth average, including the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
             then in the first average and in every hundredth.
@@ -117,8 +118,7 @@ class Reducer:
     Raises:
         ValueError: no parameter requires a gradient; a parameter is lazy, expanded, computed from
             others, not dense, a DTensor, on the meta device or made in inference mode; this rank is
-            not in the group; `ignore` has a name that the module lacks; or an argument is out of
-            range.
+            not in the group; or an argument is out of range.
         TypeError: `module` is not a module, `process_group` not a process group, `ignore` a text
             instead of a list of them, or a number not whole.
         RuntimeError: no process group is open, inference mode is on, or the ranks' parameters

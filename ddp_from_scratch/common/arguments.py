@@ -1,5 +1,6 @@
 """Checks of arguments of several functions: an error names the value and what was expected."""
 
+import warnings
 from collections.abc import Collection
 from difflib import get_close_matches
 from numbers import Integral
@@ -40,7 +41,7 @@ def check_names(ignore: Collection[str]) -> list[str]:
 def check_ignore(ignore: Collection[str], module: torch.nn.Module) -> frozenset[str]:
     """Returns the names to ignore; of a tensor with several names, all of them.
 
-    Raises as `check_names`, and a ValueError if a name is no parameter or buffer of the module.
+    Raises as `check_names`. Warns if a name is no parameter or buffer of this rank's module.
     """
     if not (chosen := check_names(ignore)):
         return frozenset()
@@ -49,8 +50,10 @@ def check_ignore(ignore: Collection[str], module: torch.nn.Module) -> frozenset[
         if name not in named:
             close = get_close_matches(name, named, n=1)
             hint = f": did you mean {close[0]}?" if close else ""
-            raise ValueError(f"ignore has {name!r}, no parameter or buffer of the module{hint}")
-    ids = {id(named[name]) for name in chosen if named[name] is not None}
+            # No error: another rank may have it, and would wait for this one.
+            text = f"ignore has {name!r}, no parameter or buffer of this rank's module{hint}"
+            warnings.warn(text, stacklevel=3)
+    ids = {id(named[name]) for name in chosen if named.get(name) is not None}
     return frozenset(chosen) | {name for name, tensor in named.items() if id(tensor) in ids}
 
 

@@ -50,9 +50,8 @@ def broadcast_parameters(
         ignore: names of parameters and buffers that are neither compared nor copied.
 
     Raises:
-        ValueError: `src` is not a rank of the group, `ignore` has a name that the module lacks, or
-            the module has parameters or buffers that are lazy, expanded, sparse, quantised or on
-            the meta device.
+        ValueError: `src` is not a rank of the group, or the module has parameters or buffers that
+            are lazy, expanded, sparse, quantised or on the meta device.
         TypeError: `src` is no whole number, or `ignore` is a text instead of a list of them.
         RuntimeError: the parameters or buffers differ in number, names, order, shapes, strides,
             dtypes, requires_grad or sparseness of gradients. The text names the first difference
@@ -77,8 +76,8 @@ def broadcast_buffers(
     arguments are those of `broadcast_parameters`. All ranks first compare their buffers.
 
     Raises:
-        ValueError: `src` is not a rank of the group, `ignore` has a name that the module lacks, or
-            a buffer is expanded, lazy, sparse, quantised or on the meta device.
+        ValueError: `src` is not a rank of the group, or a buffer is expanded, lazy, sparse,
+            quantised or on the meta device.
         TypeError: as `broadcast_parameters`.
         RuntimeError: the ranks' buffers differ in number, names, order, shapes or dtypes. The text
             names the first difference and the two ranks, and is the same on every rank.

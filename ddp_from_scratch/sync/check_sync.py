@@ -75,7 +75,6 @@ def check_sync(
         RuntimeError: something differs between ranks. The text, the same on every rank, names the
             first setting, parameter or part of a state that differs, the ranks, and both values or
             the largest absolute difference.
-        ValueError: `ignore` has a name that the module lacks.
         TypeError: `ignore` is a text, or `optimizers` an optimizer, instead of a list.
     """
     check_group(process_group)

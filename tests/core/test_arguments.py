@@ -35,10 +35,10 @@ def test_names_to_ignore_are_names_of_the_module():
     assert check_ignore(["head.weight"], model) == both
     assert check_ignore({"embed.weight", "seen"}, model) == both | {"seen"}
     assert check_ignore(["cache"], model) == {"cache"}
-    with pytest.raises(ValueError, match=r"ignore has 'head\.wieght', .*: did you mean head\.wei"):
+    with pytest.warns(UserWarning, match=r"ignore has 'head\.wieght', .*: did you mean head\.wei"):
         check_ignore(["seen", "head.wieght"], model)
     with pytest.raises(
-        ValueError, match=r"ignore has 'zzz', no parameter or buffer of the module$"
+        ValueError, match=r"ignore has 'zzz', no parameter or buffer of this rank's module$"
     ):
         check_ignore(iter(["zzz"]), model)
     with pytest.raises(TypeError, match=r"must be a list of names, got 'seen': write \['seen'\]$"):
@@ -64,7 +64,7 @@ def test_whatever_takes_names_to_ignore_refuses_a_text_and_an_unknown_name(world
     for ignore in ("10.weight", b"10.weight"):
         with pytest.raises(TypeError, match=re.escape(f"got {ignore!r}: write [{ignore!r}]")):
             IGNORING[name](model, ignore=ignore)
-    with pytest.raises(ValueError, match=r"ignore has '10\.wieght', .* did you mean 10\.weight\?$"):
+    with pytest.warns(UserWarning, match=r"ignore has '10\.wieght', .* did you mean 10\.weight\?$"):
         IGNORING[name](model, ignore=["10.wieght"])
 
 
