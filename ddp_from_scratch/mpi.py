@@ -117,6 +117,8 @@ def check_launcher(environ: Mapping[str, str] = os.environ) -> None:
         elif environment.STARTED_HERE in environ:
             by = "start_ranks"  # which sets the same variables as torchrun
         raise UsageError(f"{by} started {started} processes but MPI sees {seen}: {advice}")
+    if seen == 1:
+        environment.check_alone(environ)
 
 
 def check_world(environ: Mapping[str, str] = os.environ) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Literal, NoReturn
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.common.arguments import check_ignore
 from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.bucket import CommHook
@@ -72,7 +73,9 @@ class Reducer:
             order, so with more than 2 ranks their last bits differ from gloo's.
         fuse_wgrad: compute the gradients of large linear layers directly into their buckets
             (`FusedWgrad`). CPU only. Implies `gradient_as_bucket_view`.
-        ignore: names of parameters and buffers that are not synchronised.
+        ignore: a list of names of parameters and buffers that are not synchronised. A parameter
+            with several names is ignored under all of them. A name that this rank's module lacks
+            warns.
         check_every: N: run `check_sync` in every Nth average, including the state of optimizers
             that step these parameters. None means never, unless forward passes write to parameters:
             then in the first average and in every hundredth.
@@ -116,7 +119,8 @@ class Reducer:
         ValueError: no parameter requires a gradient; a parameter is lazy, expanded, computed from
             others, not dense, a DTensor, on the meta device or made in inference mode; this rank is
             not in the group; or an argument is out of range.
-        TypeError: `module` is not a module, or `process_group` not a process group.
+        TypeError: `module` is not a module, `process_group` not a process group, `ignore` a text
+            instead of a list of them, or a number not whole.
         RuntimeError: no process group is open, inference mode is on, or the ranks' parameters
             differ in name, shape, strides or dtype. From a forward pass, an optimizer's step or
             `backward()`: see `options/checks.py` and `check_every`.
@@ -156,6 +160,7 @@ class Reducer:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         caps = bucket_caps(bucket_cap_mb)
+        self._ignore = ignore = check_ignore(ignore, module)
         snapshot = ModuleSnapshot(module, ignore)
         parameters = {name: p for name, p in snapshot.parameters.items() if p.requires_grad}
         if not parameters:
@@ -171,7 +176,6 @@ class Reducer:
         refused = {'reduce="sum"': sums, "check_finite": check_finite}
         if virtual_ranks is not None and (names := [name for name in refused if refused[name]]):
             raise ValueError(f"{names[0]} cannot be used with virtual_ranks=V: leave it out")
-        self._ignore = frozenset(ignore)
         self.buffer_sync: BufferSync = BufferSync(module, process_group, ignore)
         regroups = virtual_ranks is not None
         self._checks = Checks(snapshot, ignore, check_first_average, regroups)
@@ -385,7 +389,9 @@ class Reducer:
 
         For gradients that did not come from `backward()`, such as those of `torch.autograd.grad`,
         and for sums of passes under `no_sync()`. All options apply as in a backward pass. Every
-        parameter needs a gradient, unless the Reducer has `find_unused_parameters`.
+        parameter needs a gradient, unless the Reducer has `find_unused_parameters`. A `.grad` that
+        is expanded, or that shares memory with another one or with a parameter, is first replaced
+        by a copy; other gradients keep their memory.
 
         Raises:
             RuntimeError: this is inside a backward pass or `join()`; the last backward pass was

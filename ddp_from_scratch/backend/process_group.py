@@ -386,9 +386,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         check_dtype(kind, received[0], sent)
         size = self.size()
         # Each pair of ranks has its own size, which a fingerprint equal on all ranks cannot hold.
-        own = torch.tensor(
-            [[part.numel() for part in parts] for parts in (sent, received)], device="cpu"
-        )
+        numels = [[part.numel() for part in parts] for parts in (sent, received)]
+        own = torch.tensor(numels, dtype=torch.int64, device="cpu")
 
         def run() -> Outputs:
             sizes = own.new_empty(size, 2, size)

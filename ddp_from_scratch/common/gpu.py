@@ -29,7 +29,9 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         on_gpu = is_gpu(tensor.device)
-        self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+        self._values = torch.empty(
+            tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=on_gpu
+        )
         self._values.copy_(tensor, non_blocking=True)
         self._made = record(tensor.device) if on_gpu else None
 

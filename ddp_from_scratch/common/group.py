@@ -215,5 +215,5 @@ def cut_connections(group: dist.ProcessGroup) -> None:
     for peer in set(range(group.size())) - {group.rank()}:
         # No message arrives, so the timeout closes all connections; if closed, this raises at once.
         with suppress(RuntimeError):
-            nothing = [torch.empty(0, device="cpu")]
+            nothing = [torch.empty(0, dtype=torch.uint8, device="cpu")]
             group.recv(nothing, peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))

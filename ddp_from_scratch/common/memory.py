@@ -70,6 +70,46 @@ def overlaps(tensor: torch.Tensor) -> bool:
     return False
 
 
+def overlapping(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Returns the ids of dense tensors whose memory, from first to last element, is also another's.
+
+    A tensor that is listed twice counts as two.
+    """
+    ranges = []
+    for tensor in tensors:
+        if tensor.numel():
+            rows = zip(tensor.shape, tensor.stride(), strict=True)
+            extent = 1 + sum((size - 1) * stride for size, stride in rows)
+            begin = tensor.data_ptr()
+            ranges.append((begin, begin + extent * tensor.itemsize, id(tensor)))
+    found = set()
+    furthest = 0, 0  # the end of all ranges so far, and the tensor that ends there
+    for begin, end, this in sorted(ranges):
+        if begin < furthest[0]:
+            found |= {furthest[1], this}
+        furthest = max(furthest, (end, this))
+    return found
+
+
+def give_own_gradients(parameters: Sequence[torch.Tensor]) -> None:
+    """Copies each dense `.grad` that cannot be written to without changing something else.
+
+    Such are expanded ones, and those that share memory with another `.grad` or with a parameter.
+    """
+    rows = [(p, p.grad) for p in parameters if p.grad is not None]
+    dense = [(p, gradient) for p, gradient in rows if gradient.layout is torch.strided]
+    shared = overlapping([*(gradient for _, gradient in dense), *parameters])
+    for parameter, gradient in dense:
+        if id(gradient) in shared or overlaps(gradient):
+            own = torch.empty_strided(
+                parameter.shape,
+                dense_strides(parameter),
+                dtype=gradient.dtype,
+                device=gradient.device,
+            )
+            parameter.grad = own.copy_(gradient)
+
+
 def sparse_parameters(module: torch.nn.Module) -> set[int]:
     """Returns the ids of the parameters for which a layer declares sparse gradients."""
     return {
@@ -85,7 +125,11 @@ def dense_strides(parameter: torch.Tensor) -> tuple[int, ...]:
     # no copy has to transpose (channels-last models). Strides with holes would not fit.
     order = sorted(range(parameter.dim()), key=parameter.stride, reverse=True)
     dense = parameter.is_contiguous() or parameter.permute(order).is_contiguous()
-    return parameter.stride() if dense else torch.empty(parameter.shape, device="meta").stride()
+    return parameter.stride() if dense else _contiguous_strides(parameter)
+
+
+def _contiguous_strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta").stride()
 
 
 def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

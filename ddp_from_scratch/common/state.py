@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.common.arguments import check_src
 from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.common.group import wait
 
@@ -27,14 +28,16 @@ def broadcast_state(
     Raises:
         UsageError: on the receiving ranks, if the state holds other objects than tensors and plain
             values.
+        ValueError: `src` is not a rank of the group; a TypeError if it is no whole number.
         CommunicationError: a rank has left the group (see `wait`).
     """
+    check_src(src, process_group)
     is_source = dist.get_rank(process_group) == src
     # A pickle would hold a flat tensor once for each parameter that is a window of it.
     file = io.BytesIO()
     if is_source:
         torch.save(state, file)
-    size = torch.tensor([file.tell()], device="cpu")
+    size = torch.tensor([file.tell()], dtype=torch.int64, device="cpu")
     wait(dist.broadcast(size, group=process_group, group_src=src, async_op=True))
     data = file.getbuffer() if is_source else bytearray(int(size))
     wire = torch.frombuffer(data, dtype=torch.uint8)

@@ -18,6 +18,7 @@ from ddp_from_scratch.common.memory import (
     dense_strides,
     grad_dtype,
     in_huge_pages,
+    overlaps,
 )
 
 Future: TypeAlias = torch.futures.Future[Any]
@@ -420,14 +421,25 @@ class FlatBucket(Bucket):
                     else:
                         # Other ranks used it, or the program has dropped it after the launch.
                         parameter.grad = view.clone()
-            if self._on_gpu:
-                gradients, windows = self._copy_strided(gradients, windows)
-            if gradients:
-                try:
+            try:
+                if self._on_gpu:
+                    gradients, windows = self._copy_strided(gradients, windows)
+                if gradients:
                     torch._foreach_copy_(gradients, windows)
-                except RuntimeError:
-                    copy_one_by_one(gradients, windows)
+            except RuntimeError:
+                self._unpack_one_by_one(used)
         self.reset()
+
+    def _unpack_one_by_one(self, used: Collection[int] | None) -> None:
+        """Copies the averages into gradients of which one is lazy, or expanded."""
+        for index, parameter, view in self._rows:
+            gradient = parameter.grad
+            if gradient is None or (used is not None and index not in used):
+                continue
+            if overlaps(gradient):  # torch refuses to write to it
+                parameter.grad = view.clone()
+            else:
+                gradient.copy_(view)
 
     def reset(self) -> None:
         self._future = self._launched = None

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import record_function
 
+from ddp_from_scratch.common.memory import give_own_gradients
 from ddp_from_scratch.core.average import Average, BackwardPass
 from ddp_from_scratch.core.bucket import Bucket, BucketState, CommHook, FlatBucket, gradient_of
 from ddp_from_scratch.core.comm_hooks import CommConfig
@@ -198,7 +199,7 @@ class CoreReducer:
     def _agree_on_order(self) -> None:
         """Lays the buckets out in the order of rank 0's gradients, on all ranks. Collective."""
         seen_first = dict.fromkeys([*self._seen, *reversed(range(len(self.names)))])
-        order = torch.tensor([*seen_first], device=self.device)
+        order = torch.tensor([*seen_first], dtype=torch.int64, device=self.device)
         dist.broadcast(order, group=self.process_group, group_src=0)
         self.ready_order = [*map(self.names.__getitem__, order.tolist())]
         self.lay_out()
@@ -540,6 +541,7 @@ class CoreReducer:
 
     def average_now(self) -> None:
         """Averages every `.grad` as it is, outside of backward. Collective."""
+        give_own_gradients(self.parameters)
         without = []
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is None:

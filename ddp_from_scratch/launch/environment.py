@@ -121,7 +121,22 @@ def placement(environ: Mapping[str, str] = os.environ) -> Placement:
         own = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
         rank, size, local_rank = (number(environ, name) for name in own)
         return Placement(rank, size, local_rank, counts[node], node, by)
+    check_alone(environ)
     return ALONE
+
+
+def check_alone(environ: Mapping[str, str] = os.environ) -> None:
+    """Raises a UsageError if RANK or WORLD_SIZE contradicts that no launcher was found."""
+    if launcher(environ) != "none":
+        return
+    # Otherwise each process of a job would train by itself, without a word.
+    for name, other, alone in (("WORLD_SIZE", "RANK", "1"), ("RANK", "WORLD_SIZE", "0")):
+        if environ.get(name, alone) not in ("", alone):
+            raise UsageError(
+                f"the environment has {name}={environ[name]} and no {other}: set both, with "
+                f"MASTER_ADDR and MASTER_PORT, or start with torchrun, mpirun or srun; unset "
+                f"{name} for one process alone"
+            )
 
 
 def local_variables(

@@ -18,8 +18,10 @@ from typing import Any, ClassVar
 import torch
 from torch.autograd.graph import increment_version
 
+from ddp_from_scratch.common.memory import overlapping
 from ddp_from_scratch.core.bucket import Bucket, FlatBucket
-from ddp_from_scratch.optim.flat_params import FlatParams, can_move, overlapping
+from ddp_from_scratch.core.wrapped import reducer_of
+from ddp_from_scratch.optim.flat_params import FlatParams, can_move
 from ddp_from_scratch.optim.shard_policy import Unsharded
 from ddp_from_scratch.optim.shards import SHARDS
 from ddp_from_scratch.optim.squares import squares_of_gradients, total
@@ -87,8 +89,8 @@ class FlatOptimizer(torch.optim.Optimizer):
             parameters that are not the Reducer's. Only adjacent parameters of one group share a
             call, so alternating groups gain little.
         args, settings: those of torch's class, except settings that choose a kernel.
-        reducer: averages the gradients. Unless there is only one rank, it switches to
-            `gradient_as_bucket_view=True`.
+        reducer: averages the gradients; a `ddp.DistributedDataParallel` stands for its own. Unless
+            there is only one rank, it switches to `gradient_as_bucket_view=True`.
         shard: "none", "node" or "world". The last two need all of the Reducer's parameters, each in
             its own memory, on a CPU float32 or float64; "node" needs Linux, and a group on mpi or
             on gloo with shared memory.
@@ -102,9 +104,9 @@ class FlatOptimizer(torch.optim.Optimizer):
         ValueError: a value out of range, as in torch's class; none of the Reducer's parameters is
             among `params`; a parameter is complex, and this optimizer takes none (Adam, AdamW);
             what `shard` needs is missing: a UsageError where the ranks share no memory.
-        RuntimeError: see `Reducer.keep_bucket_views`. With `shard`, from a step: `.data` of a
-            parameter was replaced, settings differ between ranks, the step is inside `join()`, or,
-            in `backward_and_step`, a comm hook is registered.
+        RuntimeError: see `Reducer.keep_bucket_views`. With `shard`, from a step: the Reducer was
+            removed, `.data` of a parameter was replaced, settings differ between ranks, the step
+            is inside `join()`, or, in `backward_and_step`, a comm hook is registered.
     """
 
     _rule: ClassVar[UpdateRule]
@@ -129,6 +131,7 @@ class FlatOptimizer(torch.optim.Optimizer):
         # Saved in the groups, so that torch's class has the same bits after it loads them.
         for group in (self.defaults, *self.param_groups):
             group["fused"] = self._rule.fused
+        reducer = reducer_of(reducer)
         self._reducer: Reducer | None = reducer  # None in a copy of the optimizer
         if not any(group is not None for b in self._buckets for group in self._groups_of(b)):
             raise ValueError("none of params is one of the reducer's parameters")
@@ -444,7 +447,7 @@ class _BackwardAndStep:
         self, loss: torch.Tensor, optimizer: FlatOptimizer, reducer: Reducer, clip: float | None
     ) -> None:
         self._loss, self._optimizer, self._reducer, self._clip = loss, optimizer, reducer, clip
-        self.norm = None if clip is None else torch.zeros((), device="cpu")
+        self.norm = None if clip is None else torch.zeros((), dtype=torch.float64, device="cpu")
 
     def __call__(self) -> torch.Tensor:
         optimizer, iteration = self._optimizer, self._reducer.core.iteration

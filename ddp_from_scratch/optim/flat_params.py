@@ -28,7 +28,7 @@ import torch
 
 from ddp_from_scratch.common.memory import grad_dtype
 from ddp_from_scratch.core.bucket import FlatBucket, gradient_of
-from ddp_from_scratch.optim.update_rules import CACHE_LINE, UpdateRule, check_state
+from ddp_from_scratch.optim.update_rules import CACHE_LINE, STEP_DTYPE, UpdateRule, check_state
 
 # Neighbours in a segment with equal `num_steps` (`UpdateRule`): the members `first` to `last - 1`,
 # and `num_steps`.
@@ -213,7 +213,8 @@ class FlatParams:
     def _make_state(self, name: str) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Returns memory for a kind of state, and each member's part of it."""
         if name == "step":
-            steps = torch.zeros(len(self.parameters), device="cpu")  # Python reads them
+            # On the CPU, because Python reads them.
+            steps = torch.zeros(len(self.parameters), dtype=STEP_DTYPE, device="cpu")
             return steps, steps.unbind()
         flat = self._allocate(len(self.own), self.flat)
         whole = len(self.own) == self.flat.numel()
@@ -299,15 +300,3 @@ def can_move(parameter: torch.Tensor, view: torch.Tensor) -> bool:
     unchanged = parameter.dtype == view.dtype and parameter.stride() == view.stride()
     own_dtype = grad_dtype(parameter) == parameter.dtype
     return unchanged and own_dtype and not sixteen_bit_on_cpu
-
-
-def overlapping(parameters: Sequence[torch.Tensor]) -> set[int]:
-    """Returns the ids of parameters that share memory. Moving them would silently end that."""
-    ranges = [(p.data_ptr(), p.data_ptr() + p.nbytes, id(p)) for p in parameters if p.numel()]
-    found = set()
-    furthest = 0, 0  # the end of all ranges so far, and the parameter that ends there
-    for begin, end, this in sorted(ranges):
-        if begin < furthest[0]:
-            found |= {furthest[1], this}
-        furthest = max(furthest, (end, this))
-    return found

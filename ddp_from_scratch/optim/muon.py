@@ -23,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common.group import gather_objects, wait
-from ddp_from_scratch.optim.flat_params import overlapping
+from ddp_from_scratch.common.memory import overlapping
+from ddp_from_scratch.core.wrapped import reducer_of
+from ddp_from_scratch.optim.shard_policy import check_averages
 from ddp_from_scratch.optim.unflattened import Unflattened
 from ddp_from_scratch.optim.update_rules import ADAM_RULE, check_state
 from ddp_from_scratch.reducer import Reducer
@@ -58,7 +60,8 @@ class Muon(torch.optim.Optimizer):
         params: parameters or groups. Those without `use_muon=False` must be real matrices (2-D).
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: defaults
             for groups that do not set their own, as in torch.optim.Muon.
-        reducer: averages the gradients over the ranks that share the work.
+        reducer: averages the gradients over the ranks that share the work; a
+            `ddp.DistributedDataParallel` stands for its own.
         ns_dtype: the dtype of Newton-Schulz iterations and of the results that ranks send: one of
             `DTYPES`. None is bfloat16 on GPUs and on CPUs that multiply bfloat16 matrices in
             hardware, else float32. With bfloat16 the bits are those of torch.optim.Muon.
@@ -67,8 +70,8 @@ class Muon(torch.optim.Optimizer):
         TypeError: a setting that chooses a kernel (`foreach`, `fused`, `capturable`,
             `differentiable`).
         ValueError: a value out of range, as in torch's classes; a parameter is not a real matrix.
-        RuntimeError: from a step, which has changed nothing: a gradient is sparse, or the ranks
-            differ in `ns_dtype` or, on CPUs, in a setting of a group.
+        RuntimeError: from a step, which has changed nothing: a gradient is sparse, the Reducer was
+            removed, or the ranks differ in `ns_dtype` or, on CPUs, in a setting of a group.
 
     Follows: Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), and
     torch/optim/_muon.py.
@@ -98,6 +101,7 @@ class Muon(torch.optim.Optimizer):
             **{"ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps},
             "adjust_lr_fn": adjust_lr_fn,
         }
+        reducer = reducer_of(reducer)
         self._reducer: Reducer | None = reducer  # None in a copy
         self._compared: Callable[[], Any] = NoneType  # returns the group that has one `ns_dtype`
         self.ns_dtype: torch.dtype = ns_dtype or fastest_dtype(reducer.core.device)
@@ -116,7 +120,7 @@ class Muon(torch.optim.Optimizer):
         settings = self._settings if group["use_muon"] else {"fused": True}
         given = {n: group[n] for n in inspect.signature(kind).parameters if n in group}
         # torch's class checks the values and adds its defaults; the parameters are checked below.
-        some = [torch.empty(1, 1, device="cpu")]
+        some = [torch.empty(1, 1, dtype=torch.float32, device="cpu")]
         (checked,) = kind(**settings | given | {"params": some}).param_groups
         super().add_param_group(checked | group)
         try:
@@ -218,6 +222,7 @@ class Muon(torch.optim.Optimizer):
         """Returns the update of each matrix, computed by its owner. Collective."""
         ranks, rank, size = None, 0, 1
         if self._reducer is not None and not self._reducer.core.joining:
+            check_averages(self._reducer, "Muon")
             ranks = self._reducer.core.comm.open_group()
             rank, size = ranks.rank(), ranks.size()
             self._compare_dtypes(ranks, self._reducer.core.device)
@@ -231,7 +236,8 @@ class Muon(torch.optim.Optimizer):
         owners = divide([cost(parameter.shape) for parameter, _, _ in rows], size)
         # Behind its results each rank sends a checksum of its settings, in the same message.
         text, device = self._settings_text(), rows[0][0].device
-        end = torch.full((1,), zlib.crc32(text.encode()), device=device).view(self.ns_dtype)
+        number = zlib.crc32(text.encode())
+        end = torch.full((1,), number, dtype=torch.int64, device=device).view(self.ns_dtype)
         numels: list[list[int]] = [[] for _ in range(size)]
         for (parameter, _, _), owner in zip(rows, owners, strict=True):
             numels[owner].append(parameter.numel())
@@ -306,7 +312,7 @@ class Muon(torch.optim.Optimizer):
         if self._compared() is ranks:
             return
         number = DTYPES.index(self.ns_dtype)
-        ends = torch.tensor([number, -number], device=device)
+        ends = torch.tensor([number, -number], dtype=torch.int64, device=device)
         wait(dist.all_reduce(ends, dist.ReduceOp.MAX, group=ranks, async_op=True))
         most, least = ends.tolist()
         if most != -least:

@@ -6,12 +6,15 @@ from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from ddp_from_scratch.common.memory import in_huge_pages
 from ddp_from_scratch.core.bucket import FlatBucket
 from ddp_from_scratch.optim.flat_params import FlatParams, Span
 from ddp_from_scratch.optim.squares import padded_zeros, squares_of_blocks, total
 from ddp_from_scratch.optim.update_rules import ParamGroup, UpdateRule
+from ddp_from_scratch.options.launch_order import active_reducers, check_current
+from ddp_from_scratch.reducer import Reducer
 from ddp_from_scratch.sync.check_sync import Mark
 
 # The segments of a bucket, one behind the other.
@@ -97,6 +100,19 @@ class ShardPolicy:
 
 class Unsharded(ShardPolicy):
     """Every rank has all parameters and state, and steps all of them."""
+
+
+def check_averages(reducer: Reducer, name: str) -> None:
+    """Raises a RuntimeError if a Reducer was removed, whose optimizer's ranks share the work."""
+    core = reducer.core
+    if core in active_reducers() or dist.get_world_size(reducer.process_group) == 1:
+        return
+    check_current(core)
+    raise RuntimeError(
+        f"{name} divides its work among ranks, and the Reducer was removed, so gradients are local "
+        f"and each part would be stepped with another rank's: make a new Reducer and a new "
+        f"optimizer, and load this one's state_dict()"
+    )
 
 
 def placed(segments: Segments) -> list[tuple[FlatParams, int]]:

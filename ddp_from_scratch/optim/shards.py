@@ -36,10 +36,10 @@ from ddp_from_scratch.common.group import (
     wait,
     wait_all,
 )
-from ddp_from_scratch.common.memory import as_real, grad_dtype, same_memory, zeros
+from ddp_from_scratch.common.memory import as_real, grad_dtype, overlapping, same_memory, zeros
 from ddp_from_scratch.core.bucket import CommHook, FlatBucket, Future
 from ddp_from_scratch.core.comm_hooks import OnGPU, average, comm_hook
-from ddp_from_scratch.optim.flat_params import FlatParams, Span, can_move, overlapping
+from ddp_from_scratch.optim.flat_params import FlatParams, Span, can_move
 from ddp_from_scratch.optim.forward_waits import ForwardWaits
 from ddp_from_scratch.optim.shard_policy import (
     Allocate,
@@ -47,6 +47,7 @@ from ddp_from_scratch.optim.shard_policy import (
     ShardPolicy,
     States,
     Unsharded,
+    check_averages,
     placed,
 )
 from ddp_from_scratch.optim.shared_parameters import note_shared
@@ -84,9 +85,16 @@ class Shards(ShardPolicy):
                     end = ""
                     if (of_gradient := grad_dtype(parameter)) != parameter.dtype:
                         end = f" with gradients of {of_gradient}: leave grad_dtype out"
+                    elif id(parameter) in shared:
+                        end = ", which shares memory with another one"
+                    elif parameter.stride() != view.stride():
+                        end = (
+                            f" with strides {parameter.stride()} instead of {view.stride()}: make "
+                            f"it with contiguous()"
+                        )
                     raise ValueError(
-                        f"{name} needs parameters in memory of their own, of float32 or float64 "
-                        f"on a CPU: it cannot move one of {one}{end}"
+                        f"{name} needs parameters in memory of their own, dense and of "
+                        f"float32 or float64 on a CPU: it cannot move one of {one}{end}"
                     )
 
     @property
@@ -107,6 +115,7 @@ class Shards(ShardPolicy):
                 f"{self._name} divides steps among the ranks of the process group in which it was "
                 f"made, and the Reducer averages in another one now: make a new optimizer"
             )
+        check_averages(self._reducer, self._name)
         super().begin_step(max_norm)
 
     def before_arranging(self) -> None:
@@ -150,7 +159,7 @@ class Shards(ShardPolicy):
     def mark_loaded(self, states: States) -> None:
         # From the next step on each rank has a share, and no rank could see a difference.
         rows = [
-            (name, key, torch.as_tensor(value))
+            (name, key, _as_tensor(value))
             for name, parameter in self._reducer.module.named_parameters()
             for key, value in sorted(states.get(parameter, {}).items())
             if isinstance(value, (torch.Tensor, Number))
@@ -464,7 +473,8 @@ class WorldShards(Shards):
     def _gather_and_compare(self, flat: torch.Tensor, text: str) -> Callable[[], None]:
         """Starts to gather shares, each with a checksum of its rank's text; returns the wait."""
         parts, share = flat.view(self._size, -1), flat.numel() // self._size
-        end = torch.full((2,), zlib.crc32(text.encode()), device="cpu").view(flat.dtype)
+        number = zlib.crc32(text.encode())
+        end = torch.full((2,), number, dtype=torch.int64, device="cpu").view(flat.dtype)
         # For a small bucket a copy takes less time than a second message.
         carried = share if flat.nbytes <= _MAX_CARRIED_NBYTES else 0
         rows = flat.new_empty(self._size, carried + end.numel())
@@ -547,6 +557,12 @@ def _number(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
     return tuple(map(_number, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.complex128, device="cpu")  # holds any number
 
 
 def _checksum(value: object) -> str:

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 
 from ddp_from_scratch.common.memory import dense_strides
-from ddp_from_scratch.optim.update_rules import ParamGroup, UpdateRule, check_state
+from ddp_from_scratch.optim.update_rules import (
+    STEP_DTYPE,
+    ParamGroup,
+    UpdateRule,
+    check_state,
+)
 
 
 class Unflattened:
@@ -90,7 +95,7 @@ class _Row:
             held, like = state.get(name), self.parameter
             if name == "step":
                 steps = 0.0 if held is None else held
-                state[name] = torch.as_tensor(steps, dtype=torch.float32, device="cpu").view(())
+                state[name] = torch.as_tensor(steps, dtype=STEP_DTYPE, device="cpu").view(())
             elif held is None:
                 state[name] = torch.zeros_like(like, requires_grad=False)
             elif held.stride() != like.stride() or held.dtype != like.dtype:

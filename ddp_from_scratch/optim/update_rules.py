@@ -17,6 +17,8 @@ from ddp_from_scratch.common.memory import dense_strides
 
 # In bytes. A multiple of the vector size of every CPU that torch has kernels for.
 CACHE_LINE = 64
+# Of step counts, as torch's fused kernels take them. In 16 bits a count would stop at 256.
+STEP_DTYPE = torch.float32
 # Below this number of elements, cutting a tensor takes longer than to step it with separate calls.
 _SMALL = 2**13
 
@@ -70,7 +72,8 @@ class UpdateRule(Protocol):
             if state.get(name) is None:
                 # As in torch, momentum has the dtype of the gradient (`grad_dtype`).
                 zeros = torch.zeros_like(like, dtype=gradient.dtype)
-                state[name] = torch.tensor(0.0, device="cpu") if name == "step" else zeros
+                count = torch.zeros((), dtype=STEP_DTYPE, device="cpu")
+                state[name] = count if name == "step" else zeros
         if "step" in names:
             num_steps = int(state["step"])
         values = (state[name] for name in names if name != "step")
@@ -158,7 +161,7 @@ class AdamRule(UpdateRule):
         kernel = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
         parameters, gradients, first, second, *largest = columns
         # Filled on the device, because a copy would make the host wait for a GPU.
-        step = torch.full((), num_steps + 1.0, device=parameters[0].device)
+        step = torch.full((), num_steps + 1, dtype=STEP_DTYPE, device=parameters[0].device)
         beta1, beta2 = group["betas"]
         steps, settings = [step] * len(parameters), {name: group[name] for name in self._of_kernel}
         settings |= {"lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2)}
@@ -186,15 +189,15 @@ def check_state(
             f"{', '.join(missing)}: load the state_dict() of the same kind of optimizer"
         )
     for name in names if not missing else ():
-        found = torch.as_tensor(state[name])
+        found = state[name].shape if torch.is_tensor(state[name]) else torch.Size()
         if name == "step":
             fits = found.numel() == 1
         else:
-            fits = found.shape == parameter.shape or (found.dim() == 1 and len(found) == part)
+            fits = found == parameter.shape or (len(found) == 1 and found[0] == part)
         if not fits:
             raise ValueError(
-                f"{name} in the state of a parameter of shape {shape} has shape "
-                f"{tuple(found.shape)}: load the state of the same model"
+                f"{name} in the state of a parameter of shape {shape} has shape {tuple(found)}: "
+                f"load the state of the same model"
             )
 
 

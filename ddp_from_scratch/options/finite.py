@@ -67,5 +67,5 @@ def _sent(bucket: Bucket, reducer: CoreReducer) -> torch.Tensor:
     gradient = parameter.grad
     plan = reducer.average.plan
     if gradient is None or (plan is not None and plan.sends_zeros):
-        return torch.zeros(1, device="cpu")
+        return torch.zeros(1, dtype=torch.float32, device="cpu")
     return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.traits import traits
 from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.arguments import check_whole
 from ddp_from_scratch.common.group import check_group, of_member
 from ddp_from_scratch.common.memory import split_like
 from ddp_from_scratch.core.bucket import FlatBucket, Future
@@ -49,6 +50,8 @@ class PowerSGDState:
     _qs: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_whole("rank", self.rank)
+        check_whole("start", self.start)
         if self.rank < 1 or self.start < 0:
             raise ValueError(
                 f"rank must be 1 or more and start 0 or more, got {self.rank} and {self.start}"
@@ -59,7 +62,8 @@ class PowerSGDState:
         if parameter not in self._qs:
             # All ranks meet new parameters in the order of buckets, so they use the same seeds.
             generator = torch.Generator().manual_seed(7919 + len(self._qs))
-            values = torch.randn(rows, self.rank, generator=generator, device="cpu")
+            shape = rows, self.rank
+            values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
             self._qs[parameter] = values.to(like)
         return self._qs[parameter]
 

@@ -73,7 +73,8 @@ class SparseBucket(Bucket):
         return False  # the result is coalesced
 
     def launch(self, plan: AveragePlan) -> None:
-        mine = torch.tensor(self._kind_and_rows, device=self._parameter.device)
+        device = self._parameter.device
+        mine = torch.tensor(self._kind_and_rows, dtype=torch.int64, device=device)
         self._kinds = self._one_of_each_rank(mine)
         work = dist.all_gather(self._kinds, mine, self._process_group, async_op=True)
         self._work = of_member(work)

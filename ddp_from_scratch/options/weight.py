@@ -33,7 +33,7 @@ class GradientWeight:
     ) -> None:
         # A rank with a wrong amount sends nan before it raises, so that the others do not wait.
         try:
-            right = 0 <= float(amount) <= _MOST
+            right = not isinstance(amount, (str, bytes)) and 0 <= float(amount) <= _MOST
         except (ArithmeticError, RuntimeError, TypeError, ValueError):
             right = False
         mine = [float(amount), float(amount) ** 2] if right else [math.nan] * 2
@@ -42,7 +42,7 @@ class GradientWeight:
         work = dist.all_reduce(self._sums, group=process_group, async_op=True)
         if not right:
             raise ValueError(
-                f"a weight must be 0 or more, and finite, got {amount}; the largest is {_MOST:g}"
+                f"a weight must be 0 or more, and finite, got {amount!r}; the largest is {_MOST:g}"
             )
         self._amount, self._work, self._is_factor = float(amount), of_member(work), sums
         self._world_size = dist.get_world_size(process_group)

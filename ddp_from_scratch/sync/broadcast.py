@@ -7,7 +7,8 @@ from itertools import compress, groupby, zip_longest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.common.group import check_group, gather_objects, on_gpu_of
+from ddp_from_scratch.common.arguments import check_ignore, check_src
+from ddp_from_scratch.common.group import gather_objects, on_gpu_of
 from ddp_from_scratch.common.memory import sparse_parameters
 from ddp_from_scratch.core.layout import assign
 from ddp_from_scratch.sync.check_sync import gather_integers
@@ -51,11 +52,13 @@ def broadcast_parameters(
     Raises:
         ValueError: `src` is not a rank of the group, or the module has parameters or buffers that
             are lazy, expanded, sparse, quantised or on the meta device.
+        TypeError: `src` is no whole number, or `ignore` is a text instead of a list of them.
         RuntimeError: the parameters or buffers differ in number, names, order, shapes, strides,
             dtypes, requires_grad or sparseness of gradients. The text names the first difference
             and the two ranks, and is the same on every rank.
     """
-    _check_rank(src, process_group)
+    check_src(src, process_group)
+    ignore = check_ignore(ignore, module)
     _check_same_model(module, process_group, ignore)
     named = [*module.named_parameters(), *module.named_buffers()]
     send_tensors([t for name, t in named if name not in ignore], src, process_group)
@@ -75,10 +78,12 @@ def broadcast_buffers(
     Raises:
         ValueError: `src` is not a rank of the group, or a buffer is expanded, lazy, sparse,
             quantised or on the meta device.
+        TypeError: as `broadcast_parameters`.
         RuntimeError: the ranks' buffers differ in number, names, order, shapes or dtypes. The text
             names the first difference and the two ranks, and is the same on every rank.
     """
-    _check_rank(src, process_group)
+    check_src(src, process_group)
+    ignore = check_ignore(ignore, module)
     buffers = {name: b for name, b in module.named_buffers() if name not in ignore}
     lines = describe_buffers(buffers)
     with on_gpu_of(module):
@@ -196,13 +201,6 @@ def _unsendable(tensor: torch.Tensor) -> str | None:
     rows = zip(tensor.shape, tensor.stride(), strict=True)
     expanded = any(size > 1 and stride == 0 for size, stride in rows)
     return _EXPANDED if expanded else None
-
-
-def _check_rank(src: int, process_group: dist.ProcessGroup | None) -> None:
-    check_group(process_group)
-    world_size = dist.get_world_size(process_group)
-    if not 0 <= src < world_size:
-        raise ValueError(f"src must be a rank of the group, 0 to {world_size - 1}, got {src}")
 
 
 def tree_neighbours(rank: int, world_size: int, root: int = 0) -> tuple[list[int], list[int]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.common.arguments import check_ignore, check_whole
 from ddp_from_scratch.common.group import (
     check_group,
     gather_objects,
@@ -65,7 +66,7 @@ def check_sync(
             numbers and texts, also in lists and dicts). Ranks whose optimizer has a parameter must
             have the same state for it. Shards of the state are compared among the ranks that hold
             them; with shard="world" each rank holds another shard.
-        ignore: names of parameters to leave out.
+        ignore: names of parameters to leave out; those of buffers have no effect.
 
     Returns:
         A checksum of all parameters as 16 hexadecimal digits, the same on every rank.
@@ -74,8 +75,15 @@ def check_sync(
         RuntimeError: something differs between ranks. The text, the same on every rank, names the
             first setting, parameter or part of a state that differs, the ranks, and both values or
             the largest absolute difference.
+        TypeError: `ignore` is a text, or `optimizers` an optimizer, instead of a list.
     """
     check_group(process_group)
+    ignore = check_ignore(ignore, module)
+    if isinstance(optimizers, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizers must be a list of optimizers, got {type(optimizers).__name__}: write "
+            f"[optimizer]"
+        )
     with on_gpu_of(module):
         named = {
             "the optimizer" if n == 1 else f"optimizer {n}": o for n, o in enumerate(optimizers, 1)
@@ -98,6 +106,7 @@ class DriftCheck(Check):
         ignore: Collection[str],
         advice: str = "",
     ) -> None:
+        check_whole("check_every", every)
         if every < 1:
             raise ValueError(f"check_every must be 1 or more, got {every}")
         self._every, self._is_due = every, bool(advice)
@@ -296,7 +305,7 @@ def gather_integers(
     """Returns every rank's integers, by rank. All ranks give equally many. Collective."""
     # gloo takes CPU tensors even if the model is on a GPU; nccl does not.
     device = "cpu" if takes_cpu_tensors(process_group) else "cuda"
-    sent = torch.tensor(mine, device=device)
+    sent = torch.tensor(mine, dtype=torch.int64, device=device)
     gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(process_group))]
     wait(dist.all_gather(gathered, sent, group=process_group, async_op=True))
     return torch.stack(gathered).tolist()

@@ -55,7 +55,7 @@ def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     tensor = tensor.detach()
     if tensor.is_nested:
         rows = tensor.unbind()
-        shapes = [torch.tensor(row.shape, device=row.device) for row in rows]
+        shapes = [torch.tensor(row.shape, dtype=torch.int64, device=row.device) for row in rows]
         return [*shapes, *(part for row in rows for part in dense_parts(row))]
     if tensor.is_quantized:
         return [tensor.int_repr(), *_quantizer(tensor)]
@@ -75,7 +75,7 @@ def _quantizer(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
         numbers = [tensor.q_scale(), float(tensor.q_zero_point())]
         return [torch.tensor(numbers, dtype=torch.float64, device=tensor.device)]
-    axis = torch.tensor(tensor.q_per_channel_axis(), device=tensor.device)
+    axis = torch.tensor(tensor.q_per_channel_axis(), dtype=torch.int64, device=tensor.device)
     return [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), axis]
 
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.arguments import check_src
 from ddp_from_scratch.common.group import gather_objects, takes_cpu_tensors
 from ddp_from_scratch.common.memory import dense_strides
-from ddp_from_scratch.sync.broadcast import _check_rank, send_tensors
+from ddp_from_scratch.sync.broadcast import send_tensors
 from ddp_from_scratch.sync.check_sync import is_zero
 from ddp_from_scratch.sync.checksums import dense_parts
 
@@ -67,7 +68,7 @@ def broadcast_optimizer_state(
             Or the state cannot be pickled, or `state_dict()`, `load_state_dict()` or one of their
             hooks raises on a rank. The text is the same on every rank.
     """
-    _check_rank(src, process_group)
+    check_src(src, process_group)
     parameters = _parameters(optimizer)
     first = parameters[0].device if parameters else torch.device("cpu")
     with gpu.current(first):  # for nccl's object collectives

@@ -122,7 +122,7 @@ class SyncBatchNorm(_BatchNorm):
         if moments.need_gradient and torch.is_grad_enabled():
             # On other ranks layers below this one learn, and need this rank's sums. The anchor
             # makes autograd run this layer's backward here, too.
-            anchor = torch.empty((), requires_grad=True, device=input.device)
+            anchor = torch.empty((), dtype=torch.float32, device=input.device, requires_grad=True)
         output: torch.Tensor = _Normalize.apply(
             input, self.weight, self.bias, anchor, moments, self.eps, self.process_group
         )

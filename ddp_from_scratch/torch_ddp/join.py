@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from ddp_from_scratch.common.arguments import known_names
 from ddp_from_scratch.common.group import cpu_group, gather_objects, on_gpu_of
 from ddp_from_scratch.core.observer import Observer
 from ddp_from_scratch.core.reducer import CoreReducer
+from ddp_from_scratch.core.wrapped import reducer_of
 from ddp_from_scratch.options.checks import sync_batch_norms
 from ddp_from_scratch.options.launch_order import check_current
 from ddp_from_scratch.options.unused import Unused
@@ -41,7 +43,7 @@ class JoinableReducer(Joinable, JoinHook, Observer):
 
     def __init__(self, reducer: Reducer) -> None:
         super().__init__()
-        self.reducer = reducer
+        self.reducer: Reducer = reducer_of(reducer)
         self.by_initial_world_size: bool = True
         self._scalers: Sequence[torch.amp.GradScaler] = ()
         self.last_rank: int | None = None  # all ranks got its parameters when a context ended
@@ -104,7 +106,9 @@ class JoinableReducer(Joinable, JoinHook, Observer):
         """Ends the context: no rank has data left."""
         reducer = self.reducer
         self.last_rank = self._highest_rank(is_last_joiner)
-        broadcast_parameters(reducer.module, self.last_rank, reducer.process_group, reducer.ignore)
+        module = reducer.module
+        ignore = known_names(reducer.ignore, module)  # an ignored one may be gone by now
+        broadcast_parameters(module, self.last_rank, reducer.process_group, ignore)
         # torch's `Join` does not announce its end. Without this, later forward passes would still
         # agree on ranks and weights, and overrule `Reducer.weight`.
         self._join_config = self._outside
@@ -161,7 +165,8 @@ class JoinableReducer(Joinable, JoinHook, Observer):
     def _highest_rank(self, candidate: bool) -> int:
         """Returns the highest rank among the candidates. Collective."""
         group = cpu_group(self.reducer.process_group)  # the host must not wait for a GPU
-        highest = torch.tensor([group.rank() if candidate else -1], device="cpu")
+        mine = group.rank() if candidate else -1
+        highest = torch.tensor([mine], dtype=torch.int64, device="cpu")
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
         return int(highest.item())
 
@@ -205,7 +210,7 @@ def join(
     step under `no_sync()`, forward must run under it, too.
 
     Args:
-        reducer: averages the gradients.
+        reducer: averages the gradients; a `DistributedDataParallel` stands for its own.
         divide_by_initial_world_size: True divides by the world size, as if ranks without data had
             zero gradients. False divides by the number of ranks that still have data, and raises a
             ValueError with `reduce="sum"`.
@@ -221,6 +226,7 @@ def join(
 
     Follows: `torch.nn.parallel.DistributedDataParallel.join`.
     """
+    reducer = reducer_of(reducer)
     check_current(reducer.core)
     joinable = JoinableReducer(reducer)
     reducer.add_observer(joinable)

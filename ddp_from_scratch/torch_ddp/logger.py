@@ -91,5 +91,5 @@ class Logger:
 
 
 def _name(dtype: torch.dtype) -> str:
-    kind = torch.empty(0, dtype=dtype).type()  # such as torch.FloatTensor
+    kind = torch.empty(0, dtype=dtype, device="cpu").type()  # such as torch.FloatTensor
     return kind.removeprefix("torch.").removesuffix("Tensor").lower()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.func import functional_call
 
+from ddp_from_scratch.common.arguments import check_names, known_names
 from ddp_from_scratch.common.group import check_group
 from ddp_from_scratch.core.bucket import CommHook
 from ddp_from_scratch.core.hooks import current_pass
@@ -131,8 +132,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.find_unused_parameters = find_unused_parameters
         self.static_graph: bool = static_graph
         self.gradient_as_bucket_view = gradient_as_bucket_view
-        ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore: frozenset[str] = frozenset(ignore)
+        marked = check_names(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore: frozenset[str] = frozenset(marked)
+        ignore = known_names(marked, module)  # torch's class takes names that the module lacks
         everyone = module.named_parameters()
         parameters = [p for name, p in everyone if name not in self.parameters_to_ignore]
         if not any(parameter.requires_grad for parameter in parameters):
@@ -180,7 +182,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer = kind(
             self.module,
             self._group,
-            ignore=self.parameters_to_ignore,
+            ignore=known_names(self.parameters_to_ignore, self.module),
             observers=[self._forward_sync],
             **self._settings,
         )
@@ -399,7 +401,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         module: Any, params_and_buffers_to_ignore: Sequence[str]
     ) -> None:
         """Marks parameters and buffers to ignore; called before `module` is wrapped."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore
+        module._ddp_params_and_buffers_to_ignore = check_names(params_and_buffers_to_ignore)
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             if name in params_and_buffers_to_ignore:
                 tensor._ddp_ignored = True  # torch's mark, for `_get_data_parallel_params`

@@ -39,7 +39,7 @@ def raise_on_all_ranks(group: dist.ProcessGroup | None) -> Iterator[None]:
     except UsageError as error:
         mine = error
     # Otherwise the other ranks would wait for one that is gone.
-    failed = torch.tensor([int(mine is not None)])
+    failed = torch.tensor([int(mine is not None)], dtype=torch.int64, device="cpu")
     ddp.wait(dist.all_reduce(failed, dist.ReduceOp.MAX, group=group, async_op=True))
     if not failed.item():
         return
@@ -133,7 +133,7 @@ def highest(*flags: int, group: dist.ProcessGroup | None) -> Callable[[], list[i
 
     Collective. The run of `ddp.elastic` has the same in `exchange`.
     """
-    tensor = torch.tensor(flags, device="cpu")
+    tensor = torch.tensor(flags, dtype=torch.int64, device="cpu")
     work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
 
     def answer() -> list[int]:
@@ -178,7 +178,7 @@ class LossWatch:
         self._arrived = self._first
         self._event: torch.Event | None = None
         if device.type == "cuda":
-            self._arrived = torch.zeros((), dtype=torch.int64, pin_memory=True)
+            self._arrived = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=True)
             self._event = torch.Event(device)
 
     def see(self, loss: torch.Tensor, step: int) -> None:

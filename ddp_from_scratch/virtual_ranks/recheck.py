@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.arguments import check_whole
 from ddp_from_scratch.common.errors import (
     PeerError,
     PeerWrongResultError,
@@ -83,6 +84,7 @@ class Recheck(Check):
     """
 
     def __init__(self, every: int, buffers: BufferSync) -> None:
+        check_whole("recheck_every", every)
         if every < 1:
             raise ValueError(f"recheck_every must be 1 or more, got {every}")
         self._every, self._buffers = every, buffers

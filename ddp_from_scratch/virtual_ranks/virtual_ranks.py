@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ddp_from_scratch.common.arguments import check_whole
 from ddp_from_scratch.common.errors import shortened
 from ddp_from_scratch.common.group import wait
 from ddp_from_scratch.common.numbers import is_power_of_two
@@ -45,9 +46,10 @@ class VirtualRanks(Observer):
         balances: bool,
         recheck_every: int | None,
     ) -> None:
-        if not is_power_of_two(count):
+        check_whole("virtual_ranks", count)
+        if not is_power_of_two(int(count)):
             raise ValueError(f"virtual ranks must be a power of two, got {count}")
-        self.count = count
+        self.count = int(count)
         self._buffers, self._seed = buffers, 0
         self.step: int = 0  # it and `_seed` seed the generators, with the virtual rank
         self.reduction: TreeReduction = TreeReduction(count, windows)

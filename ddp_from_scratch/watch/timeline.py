@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from ddp_from_scratch.backend.transport import this_machine
 from ddp_from_scratch.common import gpu
+from ddp_from_scratch.common.arguments import check_whole
 from ddp_from_scratch.common.errors import PeerError, UsageError, one_line
 from ddp_from_scratch.common.group import cpu_group, gather_objects
 from ddp_from_scratch.core.bucket import Bucket
+from ddp_from_scratch.core.wrapped import reducer_of
 from ddp_from_scratch.watch import render
 from ddp_from_scratch.watch.record import (
     BucketMarks,
@@ -46,10 +48,13 @@ class Timeline(Recorder):
     def __init__(
         self, reducer: Any, folder: Path | str | None, steps: int = 5, skip: int = SKIP
     ) -> None:
+        check_whole("steps", steps)
+        check_whole("skip", skip)
         if steps < 1 or skip < 0:
             raise UsageError(f"steps must be 1 or more and skip 0 or more, got {steps}, {skip}")
         self.record: Record | None = None  # equal on every rank, once its steps are complete
         self.has_picture: bool = False  # True if rank 0 has matplotlib
+        reducer = reducer_of(reducer)
         self._timed, self._count = reducer, steps
         self.folder: Path | None = None if folder is None else Path(folder)
         self._group = cpu_group(reducer.process_group)
@@ -218,7 +223,8 @@ def timeline(
     which is None until then, and `as_text()`.
 
     Args:
-        reducer: averages the module whose steps are recorded.
+        reducer: averages the module whose steps are recorded; a `DistributedDataParallel` stands
+            for its own.
         folder: the folder to write to; rank 0 creates it if needed.
         steps: the number of steps to record.
         skip: averages before the first recorded step, which rebuild buckets and allocate memory.

@@ -279,7 +279,8 @@ class ElasticRun:
                 "itself, so call it only in the function of run.repeat(), once in each step"
             )
         # A new tensor: an aborted exchange may still write to the old one.
-        highest = torch.tensor([*flags, int(self._membership.is_over)], device="cpu")
+        mine = [*flags, int(self._membership.is_over)]
+        highest = torch.tensor(mine, dtype=torch.int64, device="cpu")
         self._exchange = dist.all_reduce(highest, dist.ReduceOp.MAX, async_op=True)
 
         def answer() -> list[int]:
@@ -437,6 +438,10 @@ def elastic(
     """
     if world.backend != "gloo":
         raise UsageError(f"ddp.elastic needs gloo, and the backend is {world.backend}")
+    if not isinstance(reducer, Reducer):
+        raise TypeError(
+            f"ddp.elastic takes a ddp.Reducer with virtual_ranks=V, got {type(reducer).__name__}"
+        )
     _ = reducer.virtual_rank_range  # raises without it: fewer ranks would see fewer samples
     if any(isinstance(one, Optimizer) for one in others):
         raise TypeError(

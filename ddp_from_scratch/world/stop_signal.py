@@ -76,7 +76,7 @@ class StopSignal:
             return self._agreed
         self._finish_exchange()
         if not self._agreed:
-            self._highest = torch.tensor([self.received], device="cpu")
+            self._highest = torch.tensor([self.received], dtype=torch.int64, device="cpu")
             group = cpu_group(self._process_group)
             self._work = dist.all_reduce(
                 self._highest, dist.ReduceOp.MAX, group=group, async_op=True

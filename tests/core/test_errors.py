@@ -370,11 +370,11 @@ def test_second_gradient_in_a_pass_within_the_pass(world):
 def test_refusing_what_is_no_weight(world):
     """If one rank's is wrong, all raise: the others would wait for gradients that never arrive."""
     model = Terms(1)
-    for amount in (-1, math.nan, math.inf, 10**400, "many", None):
+    for amount in (-1, math.nan, math.inf, 10**400, "many", "3", b"3", None):
         reducer = Reducer(model)
         loss = model(1.0)
         if world.rank == 1:
-            got = re.escape(f"a weight must be 0 or more, and finite, got {amount};")
+            got = re.escape(f"a weight must be 0 or more, and finite, got {amount!r};")
             with pytest.raises(ValueError, match=got):
                 reducer.weight(amount)
         else:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_from_scratch import UsageError, start_ranks
+from ddp_from_scratch import UsageError, mpi, start_ranks
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.environment import ALONE, Placement
 from tests.support.refusal import refusal
@@ -75,6 +75,39 @@ def test_launcher_and_place_are_told_by_variables(environ, by, size, placement):
 )
 def test_malformed_variables_are_named(environ, told):
     assert told in refusal(environment.placement, environ)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("WORLD_SIZE=2", "WORLD_SIZE=2 and no RANK: set both"),
+        ("WORLD_SIZE=two", "WORLD_SIZE=two and no RANK: set both"),
+        ("RANK=1", "RANK=1 and no WORLD_SIZE: set both"),
+    ],
+)
+def test_one_variable_of_a_launcher_alone_is_refused(given, told):
+    """Otherwise each process of a job would train by itself, without a word."""
+    assert told in refusal(environment.placement, variables(given))
+    assert told in refusal(environment.check_alone, variables(given))
+    assert told in refusal(environment.placement, BATCH | variables(given))
+    for place in (SRUN, OPEN_MPI):
+        environment.placement(place | variables(given))
+
+
+def test_one_variable_alone_is_refused_where_mpi_sees_no_other_rank(monkeypatch):
+    for size in 1, 2:
+        world = SimpleNamespace(size=size)
+        started = SimpleNamespace(MPI=SimpleNamespace(COMM_WORLD=world))
+        monkeypatch.setattr(mpi, "_started", lambda started=started: started)
+        if size == 1:
+            assert "no RANK" in refusal(mpi.check_launcher, variables("WORLD_SIZE=2"))
+        else:  # of a cluster that sets it for all, or of an MPI whose launcher is unknown
+            mpi.check_launcher(variables("WORLD_SIZE=2"))
+
+
+def test_a_process_alone_may_have_a_world_size_of_1():
+    for given in ("WORLD_SIZE=1", "RANK=0", "WORLD_SIZE=", "RANK="):
+        assert environment.placement(variables(given)) == ALONE
 
 
 @pytest.mark.parametrize(
