@@ -47,6 +47,7 @@ from benchmarks.harness.network import Meter, Result, check_crossed, gather_sent
 from benchmarks.harness.report import Bar, draw_bars, make_parser, write
 from benchmarks.harness.wire_contenders import (
     BF16,
+    INT8,
     POWER_SGD,
     TORCH,
     TORCH_POWER_SGD,
@@ -188,6 +189,7 @@ def bytes_to_cross(nbytes: int, powers: ddp.power_sgd.PowerSGDState) -> Callable
     by_name: dict[str, int | None] = {
         NO_COMMUNICATION: 0,
         BF16: nbytes // 2,
+        INT8: nbytes // 4 + nbytes // 256,  # and a little more, for biases
         POWER_SGD: per_step,
         TORCH_POWER_SGD: None,
     }
