@@ -17,7 +17,7 @@ errors is the same. Dettmers et al., "8-bit Optimizers via Block-wise Quantizati
 a scale for each block, so that a large value makes only its neighbours coarse.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +115,9 @@ class Blockwise:
         for sent, received in self.exchanges(part, begin, transport.rank, transport.size):
             transport.exchange(sent, received)
 
-    def exchanges(self, part: torch.Tensor, begin: int, rank: int, size: int) -> Iterator[Exchange]:
+    def exchanges(
+        self, part: torch.Tensor, begin: int, rank: int, size: int
+    ) -> Generator[Exchange, None, None]:
         """Replaces the part by the same bits on each rank, its sum times `factor`.
 
         Yields what the ranks must exchange before the next call; nothing with themselves. Errors

@@ -1,6 +1,7 @@
 """Comm hooks: `average` is the default, others compress. `core/comm_hooks.py` has the contract."""
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -142,9 +143,10 @@ def _by_messages(crossing: Blockwise, bucket: FlatBucket, group: dist.ProcessGro
     first = exchange(group, *next(exchanges))
 
     def finish() -> torch.Tensor:
-        wait_all(first)
-        for sent, received in exchanges:
-            wait_all(exchange(group, sent, received))
+        with closing(exchanges):  # after a failure, a second `wait` must not continue
+            wait_all(first)
+            for sent, received in exchanges:
+                wait_all(exchange(group, sent, received))
         return buffer
 
     return Later(finish)

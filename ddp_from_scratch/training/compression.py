@@ -11,7 +11,7 @@ from ddp_from_scratch.training import checkpoint
 from ddp_from_scratch.training.report import Report
 from ddp_from_scratch.training.settings import Settings
 
-_HOOKS = {
+_HOOKS: dict[str, Any] = {
     "bf16": ddp.comm_hooks.bf16_compress_hook,
     "fp16": ddp.comm_hooks.fp16_compress_hook,
     "int8": ddp.comm_hooks.int8_blockwise,

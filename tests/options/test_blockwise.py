@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
 from ddp_from_scratch.backend.mpi_group import MPITransport
 from ddp_from_scratch.backend.reduction import CHUNK
@@ -256,8 +257,9 @@ def test_within_a_machine_sums_are_exact(world, sizes):
     here = [r for r in range(world.world_size) if machines(sizes, r) == machines(sizes, world.rank)]
     shapes = [parameter.shape for parameter in model.parameters()]
     for step in range(3):
-        integers = [127 - torch.arange(shape.numel()).remainder(255) for shape in shapes]
-        # Summed over a machine's ranks they are none.
+        # The largest of each block, whatever the blocks.
+        integers = [127 * drawn(step, shape.numel()).sign() for shape in shapes]
+        # Of which nothing is left in the machine's sum.
         noise = [drawn(step, *shape).mul(1024).round().div(1024) for shape in shapes]
         place = here.index(world.rank)
         sign = 0 if len(here) == 1 else (1, -1)[place]
@@ -266,7 +268,7 @@ def test_within_a_machine_sums_are_exact(world, sizes):
             for i, n, shape in zip(integers, noise, shapes, strict=True)
         ]
         for average, i in zip(averages(model, gradients), integers, strict=True):
-            assert torch.equal(average.flatten(), i * float(world.world_size))
+            assert torch.equal(average.flatten(), i * world.world_size)
 
 
 @pytest.mark.parametrize("view", [False, True])
@@ -379,6 +381,19 @@ def test_with_no_sync_and_unused_parameters(world):
         assert model.scale.grad is None
 
 
+@pytest.mark.parametrize("shard", ["node", "world"])
+@on("gloo-3")
+def test_divided_steps(world, shard):
+    model, _, reducer = hooked(group_over(world, (2, 1)))
+    optimizer = ddp.SGD(model.parameters(), lr=1.0, reducer=reducer, shard=shard)
+    found = averages(model, gradients_of(world.rank))
+    optimizer.step()
+    for parameter, average in zip(model.parameters(), found, strict=True):
+        assert torch.equal(parameter, -average)
+    with pytest.raises(RuntimeError, match="cannot go through a comm hook"):
+        optimizer.backward_and_step(model(*gradients_of(world.rank)))
+
+
 # The state ------------------------------------------------------------------------------------
 
 
@@ -393,7 +408,8 @@ def test_a_loaded_state_gives_the_same_bits(world, sizes):
     for step in range(2):
         averages(model, gradients_of(world.rank, step))
     saved = copy.deepcopy(state.state_dict(model))
-    assert len(saved["errors"]) == (machines(sizes, world.rank) != machines(sizes, world.rank - 1))
+    here = [r for r in range(world.world_size) if machines(sizes, r) == machines(sizes, world.rank)]
+    assert len(saved["errors"]) == (here.index(world.rank) < min(sizes))
     expected = later(model)
     for loads in (True, False):
         other, loaded, _ = hooked(group, ready_order=reducer.ready_order)
@@ -418,6 +434,23 @@ def test_a_rank_keeps_errors_of_what_it_sends_in_the_present_layout(world):
         averages(model, gradients_of(world.rank, step))
     ((_, *names),) = state.state_dict(model)["errors"]
     assert {*names} == {name for name, _ in model.named_parameters()}
+
+
+@on("gloo-2")
+def test_a_step_that_failed_leaves_the_errors(world):
+    model, state, reducer = hooked(group_over(world, (1, 1)))
+    averages(model, gradients_of(world.rank))
+    averages(model, gradients_of(world.rank))
+    before = copy.deepcopy(state.state_dict(model))["errors"]
+    with (
+        patch.object(comm_hooks, "wait_all", side_effect=RuntimeError("lost")),
+        pytest.raises(RuntimeError, match="lost"),
+    ):
+        averages(model, gradients_of(world.rank, 1))
+    reducer.core.abort_step()  # which waits again
+    (found,), (expected,) = (e.values() for e in (state.state_dict(model)["errors"], before))
+    assert torch.equal(found, expected)
+    check_near(averages(model, gradients_of(world.rank, 2)), world, 2)
 
 
 def test_a_state_of_another_module_is_refused():
