@@ -43,7 +43,7 @@ Crossing = Callable[[Transport, torch.Tensor, int], None]
 def crossing_in(dtype: torch.dtype) -> Crossing:
     """Returns a crossing that sends elements of a smaller dtype, and rounds their sums to it."""
 
-    def cross(transport: Transport, part: torch.Tensor, begin: int) -> None:
+    def cross(transport: Transport, part: torch.Tensor, _begin: int) -> None:
         compressed = part.to(dtype)
         _by_messages(transport, compressed, Reduction.of(dist.ReduceOp.SUM, dtype, 1))
         part.copy_(compressed)

@@ -88,7 +88,7 @@ class Message:
 
 
 def _pieces(numel: int) -> Iterator[tuple[slice, slice, int]]:
-    """Yields places of elements, those of their blocks, and the elements in each of these blocks."""
+    """Yields places of elements, those of their blocks, and the elements in each block."""
     whole = numel // BLOCK
     for begin in range(0, whole, CHUNK // BLOCK):
         end = min(begin + CHUNK // BLOCK, whole)
@@ -129,14 +129,8 @@ class Blockwise:
         for first, last in (share_of(part.numel(), owner, size) for owner in range(size)):
             shares.append(part[first:last])
             exact.append(self._exact_in(begin + first, begin + last))
-        sent, received, averages = (
-            [Message(numel, where) for numel, where in zip(numels, places, strict=True)]
-            for numels, places in (
-                (map(torch.Tensor.numel, shares), exact),
-                ([shares[rank].numel()] * size, [exact[rank]] * size),
-                (map(torch.Tensor.numel, shares), exact),
-            )
-        )
+        sent, averages = (list(map(_message, shares, exact)) for _ in range(2))
+        received = [_message(shares[rank], exact[rank]) for _ in shares]
         # All-to-all: to each owner its share of this rank's part.
         for message, share in zip(sent, shares, strict=True):
             message.pack(share)
@@ -166,6 +160,10 @@ class Blockwise:
         ends = torch.tensor([begin, end], device="cpu")
         first, last = torch.searchsorted(self.exact, ends).tolist()
         return self.exact[first:last] - begin
+
+
+def _message(share: torch.Tensor, exact: torch.Tensor) -> Message:
+    return Message(share.numel(), exact)
 
 
 def _payloads(messages: Sequence[Message]) -> list[torch.Tensor]:

@@ -147,9 +147,7 @@ class Trainer:
             balance=settings.balance,
             recheck_every=settings.recheck,
         )
-        self.compression: Compression = Compression(
-            settings, self.model, self.reducer, self.report
-        )
+        self.compression: Compression = Compression(settings, self.model, self.reducer, self.report)
         with raise_on_all_ranks(self.group):
             self.optimizer: Any = make_optimizer(settings, self.model, self.reducer)
         scales = settings.precision == "fp16"
@@ -524,9 +522,7 @@ class Trainer:
                 self._open_outputs("auto" if has_state else self.settings.resume)
         if not has_state and (state := self._find_checkpoint()) is not None:
             self._restore(state)
-            self.compression.restore(
-                state.get("compression"), self.world, self.scaler, self.group
-            )
+            self.compression.restore(state.get("compression"), self.world, self.scaler, self.group)
             self._note_progress()
 
     def _note_progress(self) -> None:

@@ -303,10 +303,7 @@ class Settings:
         self._set_defaults()
         if self.momentum is not None and "momentum" not in OPTIMIZERS[self.optimizer]:
             raise UsageError(f"--momentum is for sgd and muon, not {self.optimizer}: leave it out")
-        if self.powersgd_rank is not None and self.compress != "powersgd":
-            raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
-        if self.compress == "int8" and self.backend == "nccl":
-            raise UsageError("--compress int8 is for gloo and mpi, not nccl: use bf16 or powersgd")
+        self._check_compress()
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError("--resume auto needs --checkpoint-dir, which is not given")
         if not self.shared_memory and self.backend != "gloo":
@@ -326,6 +323,12 @@ class Settings:
         self._check_virtual_ranks()
         if self.shard != "none":
             self._check_shard()
+
+    def _check_compress(self) -> None:
+        if self.powersgd_rank is not None and self.compress != "powersgd":
+            raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
+        if self.compress == "int8" and self.backend == "nccl":
+            raise UsageError("--compress int8 is for gloo and mpi, not nccl: use bf16 or powersgd")
 
     def _set_defaults(self) -> None:
         """Sets what depends on other settings; as a field's default it would be there always."""

@@ -202,7 +202,9 @@ class Given(nn.Module):
 
 
 def gradients_of(rank, step=0):
-    return [drawn(1000 * step + 10 * rank + i, *p.shape) for i, p in enumerate(Given().parameters())]
+    return [
+        drawn(1000 * step + 10 * rank + i, *p.shape) for i, p in enumerate(Given().parameters())
+    ]
 
 
 def hooked(group=None, **options):
@@ -252,9 +254,9 @@ def test_averages_by_messages_alone(world):
 @pytest.mark.parametrize(("crew", "sizes"), SEVERAL, indirect=["crew"])
 @on("crew")
 def test_within_a_machine_sums_are_exact(world, sizes):
-    """A machine's sum has integers that 8 bits can hold, and the gradients of its ranks have not."""
+    """A machine's sum has integers that 8 bits can hold; the gradients of its ranks have not."""
     model, _, _ = hooked(group_over(world, sizes))
-    here = [r for r in range(world.world_size) if machines(sizes, r) == machines(sizes, world.rank)]
+    here = ranks_here(world, sizes)
     shapes = [parameter.shape for parameter in model.parameters()]
     for step in range(3):
         # The largest of each block, whatever the blocks.
@@ -367,7 +369,7 @@ def test_other_dtypes_and_vectors_alone_are_averaged_in_full(world):
 def test_with_no_sync_and_unused_parameters(world):
     group, r = group_over(world, (2, 1)), world.rank
     model, _, reducer = hooked(group, find_unused_parameters=True)
-    for step in range(4):
+    for _ in range(4):
         model.zero_grad()
         with reducer.no_sync():
             model(torch.full((40, 30), r + 1.0)).backward()
@@ -408,7 +410,7 @@ def test_a_loaded_state_gives_the_same_bits(world, sizes):
     for step in range(2):
         averages(model, gradients_of(world.rank, step))
     saved = copy.deepcopy(state.state_dict(model))
-    here = [r for r in range(world.world_size) if machines(sizes, r) == machines(sizes, world.rank)]
+    here = ranks_here(world, sizes)
     assert len(saved["errors"]) == (here.index(world.rank) < min(sizes))
     expected = later(model)
     for loads in (True, False):
@@ -463,7 +465,7 @@ def test_another_state_and_another_device_are_refused():
     bucket = FlatBucket([0], [nn.Parameter(torch.zeros(2, 2, device="meta"))], name="bucket 0")
     with pytest.raises(TypeError, match=r"must be a ddp\.comm_hooks\.Int8State, got None$"):
         int8_blockwise(None, bucket)
-    with pytest.raises(RuntimeError, match="on a CPU .*, and bucket 0 is on meta: use bf16"):
+    with pytest.raises(RuntimeError, match=r"on a CPU .*, and bucket 0 is on meta: use bf16"):
         int8_blockwise(Int8State(), bucket)
 
 
