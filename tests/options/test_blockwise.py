@@ -126,7 +126,7 @@ def crossings_of(size, exact=NONE):
 
 
 def drawn(seed, *shape):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
@@ -202,9 +202,14 @@ class Given(nn.Module):
 
 
 def gradients_of(rank, step=0):
-    return [
-        drawn(1000 * step + 10 * rank + i, *p.shape) for i, p in enumerate(Given().parameters())
-    ]
+    shapes = [parameter.shape for parameter in Given().parameters()]
+    return [drawn(1000 * step + 10 * rank + i, *shape) for i, shape in enumerate(shapes)]
+
+
+def ranks_here(world, sizes):
+    """The ranks of this rank's machine."""
+    mine = machines(sizes, world.rank)
+    return [rank for rank in range(world.world_size) if machines(sizes, rank) == mine]
 
 
 def hooked(group=None, **options):
@@ -350,8 +355,9 @@ def test_other_dtypes_and_vectors_alone_are_averaged_in_full(world):
     for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.complex64):
         found = []
         for hook in (int8_blockwise, comm_hooks.allreduce_hook):
-            torch.manual_seed(world.rank)
+            torch.manual_seed(0)
             model = nn.Linear(30, 20, bias=False, dtype=dtype)
+            torch.manual_seed(world.rank)
             state.process_group = group
             named = state if hook is int8_blockwise else group
             Reducer(model, group).register_comm_hook(named, hook)
@@ -390,6 +396,7 @@ def test_divided_steps(world, shard):
     optimizer = ddp.SGD(model.parameters(), lr=1.0, reducer=reducer, shard=shard)
     found = averages(model, gradients_of(world.rank))
     optimizer.step()
+    dist.barrier()  # with shard="node" other ranks write to these parameters, too
     for parameter, average in zip(model.parameters(), found, strict=True):
         assert torch.equal(parameter, -average)
     with pytest.raises(RuntimeError, match="cannot go through a comm hook"):
