@@ -183,6 +183,15 @@ def test_an_overflow_on_one_rank_is_everybodys_and_is_not_remembered(value):
     assert torch.equal(*results)
 
 
+def test_errors_of_a_part_of_another_size_are_dropped():
+    parts, crossings = [drawn(rank, 500) for rank in range(2)], crossings_of(2)
+    crossed(parts, crossings)
+    shorter = [part[:400] for part in parts]
+    found = crossed(shorter, crossings)
+    assert torch.equal(found[0], crossed(shorter, crossings_of(2))[0])
+    assert crossings[0].errors[0].numel() == 400
+
+
 # On ranks -------------------------------------------------------------------------------------
 
 
