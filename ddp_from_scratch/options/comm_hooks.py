@@ -97,9 +97,7 @@ def int8_blockwise(
 ) -> Future:
     """Sends matrices between machines as 8-bit integers: 0.254 of float32's bytes.
 
-        reducer.register_comm_hook(
-            ddp.comm_hooks.Int8State(), ddp.comm_hooks.int8_blockwise
-        )
+        reducer.register_comm_hook(ddp.comm_hooks.Int8State(), ddp.comm_hooks.int8_blockwise)
 
     `options/blockwise.py` explains the format and the error feedback. Ranks that share memory sum
     in float32; on a single machine the bits are those of `average`. Parameters of less than two
