@@ -184,8 +184,8 @@ def measure(options: argparse.Namespace) -> None:
 
 def bytes_to_cross(nbytes: int, powers: ddp.power_sgd.PowerSGDState) -> Callable[[str], int | None]:
     """Maps a contender's name to the bytes that each host must send per step; None if unknown."""
-    # `sent` counts elements of float32 matrices, in the steps with compression.
-    per_step = 4 * powers.sent // max(1, powers.iteration - powers.start)
+    # `elements_sent` counts elements of float32 matrices, in the steps with compression.
+    per_step = 4 * powers.elements_sent // max(1, powers.iteration - powers.start)
     by_name: dict[str, int | None] = {
         NO_COMMUNICATION: 0,
         BF16: nbytes // 2,

@@ -405,9 +405,8 @@ def test_divided_steps(world, shard):
     optimizer = ddp.SGD(model.parameters(), lr=1.0, reducer=reducer, shard=shard)
     found = averages(model, gradients_of(world.rank))
     optimizer.step()
-    dist.barrier()  # with shard="node" other ranks write to these parameters, too
     for parameter, average in zip(model.parameters(), found, strict=True):
-        assert torch.equal(parameter, -average)
+        torch.testing.assert_close(parameter.detach(), -average)
     with pytest.raises(RuntimeError, match="cannot go through a comm hook"):
         optimizer.backward_and_step(model(*gradients_of(world.rank)))
 
