@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,9 @@ def _step(
     def compute(_virtual_rank: int) -> None:
         began = time.perf_counter()
         loss = workload.loss(model, batch)
+        forward = time.perf_counter() - began
         # Before backward, which in the last virtual rank waits for the other ranks.
-        while time.perf_counter() - began < (slow - 1) * seconds[0]:
+        while time.perf_counter() - began < forward * (1 + (slow - 1) * whole):
             pass
         loss.backward()
 
@@ -115,16 +117,17 @@ def _step(
         averaging.run_virtual_ranks(compute)
         optimizer.step()
 
-    # What a virtual rank takes that is not slow: forward and backward, alone.
-    seconds = [0.0]
-    times = []
-    for _ in range(5):
+    # Forward and backward, in forward passes. Both are slower while the other ranks compute.
+    ratios = []
+    for _ in range(9):
         began = time.perf_counter()
         with averaging.no_sync():
-            workload.loss(model, batch).backward()
-        times.append(time.perf_counter() - began)
+            loss = workload.loss(model, batch)
+            forward = time.perf_counter() - began
+            loss.backward()
+        ratios.append((time.perf_counter() - began) / forward)
     model.zero_grad()
-    seconds[0] = sorted(times)[2]
+    whole = median(ratios)
     return step
 
 

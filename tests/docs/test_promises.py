@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import pytest
 
@@ -224,6 +224,17 @@ def test_the_drill_of_the_readme_is_that_of_the_results():
     *first, last = re.findall(r"4 ranks after ([\d.]+) s", followed)
     told = f"Four ranks train again after {', '.join(first)} and {last} s"
     assert told in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_a_recheck_costs_what_the_page_says():
+    content = json.loads((ROOT / "benchmarks/results/virtual-ranks-mlp-gloo-2.json").read_text())
+    means = {each["name"]: fmean(each["milliseconds"]) for each in content["samples"]}
+    plain = "4 virtual ranks"
+    first, *others = [means[f"{plain}, recheck_every={n}"] / means[plain] for n in (1, 10, 100)]
+    told = "took {:.2f} times as long on average with `recheck_every=1`, {:.2f} times with 10"
+    told = told.format(first, others[0]) + f" and {others[1]:.2f} times with 100"
+    (page,) = [page for page in PAGES if page.name == "same-bits.md"]
+    assert told in " ".join(page.read_text().split())
 
 
 def test_predictions_are_as_close_as_the_page_says():
