@@ -47,6 +47,7 @@ from benchmarks.harness.network import Meter, Result, check_crossed, gather_sent
 from benchmarks.harness.report import Bar, draw_bars, make_parser, write
 from benchmarks.harness.wire_contenders import (
     BF16,
+    INT8,
     POWER_SGD,
     TORCH,
     TORCH_POWER_SGD,
@@ -183,11 +184,12 @@ def measure(options: argparse.Namespace) -> None:
 
 def bytes_to_cross(nbytes: int, powers: ddp.power_sgd.PowerSGDState) -> Callable[[str], int | None]:
     """Maps a contender's name to the bytes that each host must send per step; None if unknown."""
-    # `sent` counts elements of float32 matrices, in the steps with compression.
-    per_step = 4 * powers.sent // max(1, powers.iteration - powers.start)
+    # `elements_sent` counts elements of float32 matrices, in the steps with compression.
+    per_step = 4 * powers.elements_sent // max(1, powers.iteration - powers.start)
     by_name: dict[str, int | None] = {
         NO_COMMUNICATION: 0,
         BF16: nbytes // 2,
+        INT8: nbytes // 4 + nbytes // 256,  # and a little more, for biases
         POWER_SGD: per_step,
         TORCH_POWER_SGD: None,
     }

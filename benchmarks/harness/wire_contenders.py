@@ -32,9 +32,9 @@ from ddp_from_scratch.bench.timing import WARM_UP, check_equal, check_ranks
 from ddp_from_scratch.bench.workloads import Workload
 
 TORCH, REDUCER, SGD = "torch DDP, views", "Reducer, views", "Reducer and ddp.SGD"
-BF16, POWER_SGD = "Reducer, bf16", "Reducer, PowerSGD rank 4"
+BF16, INT8, POWER_SGD = "Reducer, bf16", "Reducer, int8", "Reducer, PowerSGD rank 4"
 TORCH_POWER_SGD = "torch DDP, PowerSGD rank 4"
-COMPRESSED = (BF16, POWER_SGD, TORCH_POWER_SGD)
+COMPRESSED = (BF16, INT8, POWER_SGD, TORCH_POWER_SGD)
 _VIEWS = {"gradient_as_bucket_view": True}
 
 # Small, since with ten times this learning rate the order of float32 sums alone moves 4 ranks of
@@ -62,6 +62,9 @@ def make_contenders(
                 "world", at_once=True, overlap_forward=overlap, **size, **_VIEWS
             )
         ways[f"{BF16}{suffix}"] = _hooked(None, ddp.comm_hooks.bf16_compress_hook, **size)
+        ways[f"{INT8}{suffix}"] = _hooked(
+            ddp.comm_hooks.Int8State(), ddp.comm_hooks.int8_blockwise, **size
+        )
     ways[POWER_SGD] = _hooked(powers, ddp.power_sgd.power_sgd_hook)
     if backend == "gloo":  # its callbacks call collectives, which mpi does not order
         ways[TORCH_POWER_SGD] = _torch_power_sgd(powers.start)

@@ -13,11 +13,13 @@ other machines. Every element crosses the network once per machine, however many
 
 Sums are taken in rank order, and across machines in machine order, so all ranks get the same bits.
 16-bit floats are summed in float32 and rounded once, and once more before they cross the network.
+A `Crossing` replaces the second all-reduce, to compress what crosses.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from ddp_from_scratch.backend.barrier import CheckedBarrier
 from ddp_from_scratch.backend.reduction import CHUNK, Reduction, share_of
@@ -32,6 +34,21 @@ STAGED_FROM = 512 * 1024
 GATHERED = 64 * 1024
 
 Receive = Callable[[int, torch.Tensor], None]
+
+# Replaces a flat part of a tensor by its sum over the ranks of a transport, with the same bits on
+# each. The number is that of the part's first element. The part lies in memory that may be changed.
+Crossing = Callable[[Transport, torch.Tensor, int], None]
+
+
+def crossing_in(dtype: torch.dtype) -> Crossing:
+    """Returns a crossing that sends elements of a smaller dtype, and rounds their sums to it."""
+
+    def cross(transport: Transport, part: torch.Tensor, _begin: int) -> None:
+        compressed = part.to(dtype)
+        _by_messages(transport, compressed, Reduction.of(dist.ReduceOp.SUM, dtype, 1))
+        part.copy_(compressed)
+
+    return cross
 
 
 class AllReduce:
@@ -69,9 +86,12 @@ class AllReduce:
         self,
         tensor: torch.Tensor,
         reduction: Reduction,
-        inter_node_dtype: torch.dtype | None = None,
+        crossing: Crossing | None = None,
     ) -> list[torch.Tensor]:
-        """Replaces the tensor by its reduction over all ranks, after they have met."""
+        """Replaces the tensor by its reduction over all ranks, after they have met.
+
+        A `crossing` is for sums.
+        """
         if buffers := self._barrier.eager(tensor.shape, tensor.dtype):
             total = tensor
             if tensor.dtype != reduction.dtype:
@@ -79,17 +99,17 @@ class AllReduce:
             write_back(reduction.fold(buffers[self._barrier.parity], total), tensor)
         # `same_place` is equal on all ranks, so all of a machine take the same branch.
         elif self._barrier.same_place and self._shared.place(tensor):
-            shares = self._own_shares(self._shared.by_rank(tensor))
-            for chunk, total in self._reduce(shares, reduction, inter_node_dtype):
+            begin, shares = self._own_shares(self._shared.by_rank(tensor))
+            for chunk, total in self._reduce(shares, reduction, crossing, begin):
                 for part in chunk:
                     if part is not total:
                         part.copy_(total)
             self._barrier.wait()  # no rank reads before all shares are reduced
         elif self._is_staged(tensor) and self._stage.open():
-            self._reduce_staged(tensor, reduction, inter_node_dtype)
+            self._reduce_staged(tensor, reduction, crossing)
         else:
             dense = tensor.contiguous()
-            _by_messages(self._topology.world, dense.view(-1), reduction, inter_node_dtype)
+            _cross(self._topology.world, dense.view(-1), reduction, crossing, 0)
             write_back(dense, tensor)
         return [tensor]
 
@@ -101,8 +121,7 @@ class AllReduce:
         """
         if not self._barrier.same_place or not self._shared.place(tensor):
             raise ValueError("the tensor must lie in the same part of a window on all ranks")
-        shares = self._own_shares(self._shared.by_rank(tensor))
-        begin, _ = share_of(tensor.numel(), self._barrier.rank, self._stage.owners)
+        begin, shares = self._own_shares(self._shared.by_rank(tensor))
         for _, total in self._reduce(shares, reduction, keep=True):
             receive(begin, total)
             begin += total.numel()
@@ -115,7 +134,7 @@ class AllReduce:
         return self._stage.shares_memory and (here or tensor.nbytes >= STAGED_FROM)
 
     def _reduce_staged(
-        self, tensor: torch.Tensor, reduction: Reduction, inter_node_dtype: torch.dtype | None
+        self, tensor: torch.Tensor, reduction: Reduction, crossing: Crossing | None
     ) -> None:
         dense = tensor.contiguous()
         flat = dense.view(-1)
@@ -123,7 +142,8 @@ class AllReduce:
         for place, parts in self._stage.pieces([flat], flat.numel(), flat.dtype):
             # After a barrier: all owners have written to the first rank's part.
             last.copy_(result)
-            for chunk, total in self._reduce(self._own_shares(parts), reduction, inter_node_dtype):
+            begin, shares = self._own_shares(parts)
+            for chunk, total in self._reduce(shares, reduction, crossing, place.start + begin):
                 if chunk[0] is not total:
                     chunk[0].copy_(total)
             last, result = flat[place], parts[0]
@@ -131,15 +151,17 @@ class AllReduce:
         last.copy_(result)
         write_back(dense, tensor)
 
-    def _own_shares(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _own_shares(self, parts: Sequence[torch.Tensor]) -> tuple[int, list[torch.Tensor]]:
+        """Returns where this rank's share begins, and all ranks' elements of it."""
         begin, end = share_of(parts[0].numel(), self._barrier.rank, self._stage.owners)
-        return [part[begin:end] for part in parts]
+        return begin, [part[begin:end] for part in parts]
 
     def _reduce(
         self,
         shares: list[torch.Tensor],
         reduction: Reduction,
-        inter_node_dtype: torch.dtype | None = None,
+        crossing: Crossing | None = None,
+        begin: int = 0,
         keep: bool = False,
     ) -> Iterator[tuple[Sequence[torch.Tensor], torch.Tensor]]:
         """Yields chunks of the shares with their reductions, in the first chunk unless `keep`."""
@@ -159,7 +181,7 @@ class AllReduce:
                 part.copy_(total)
         if self._topology.count > 1:
             if whole.numel():  # a rank past the owners has an empty share, and so have its peers
-                _by_messages(self._topology.inter_node, whole, across, inter_node_dtype)
+                _cross(self._topology.inter_node, whole, across, crossing, begin)
             for part, _, *others in chunks:
                 yield [part, *others], part
 
@@ -173,19 +195,22 @@ class AllReduce:
         return self._scratches[reduction.dtype]
 
 
-def _by_messages(
+def _cross(
     transport: Transport,
     flat: torch.Tensor,
     reduction: Reduction,
-    inter_node_dtype: torch.dtype | None,
+    crossing: Crossing | None,
+    begin: int,
 ) -> None:
+    if crossing is None:
+        _by_messages(transport, flat, reduction)
+    else:
+        crossing(transport, flat, begin)
+
+
+def _by_messages(transport: Transport, flat: torch.Tensor, reduction: Reduction) -> None:
     """Replaces `flat` by its reduction over all ranks, with the same bits on each."""
-    # Only sums are given a dtype.
-    if inter_node_dtype is not None and inter_node_dtype.itemsize < flat.itemsize:
-        compressed = flat.to(inter_node_dtype)
-        _by_messages(transport, compressed, Reduction.of(reduction.op, inter_node_dtype, 1), None)
-        flat.copy_(compressed)
-    elif transport.size == 1:
+    if transport.size == 1:
         reduction.fold([flat], flat)
     else:
         is_small = flat.nbytes * transport.size <= GATHERED

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.all_reduce import AllReduce, Receive
+from ddp_from_scratch.backend.all_reduce import AllReduce, Crossing, Receive
 from ddp_from_scratch.backend.barrier import CheckedBarrier, Progress
 from ddp_from_scratch.backend.exchange import Exchange
 from ddp_from_scratch.backend.operations import (
@@ -143,9 +143,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Reductions -----------------------------------------------------------------------------------
 
     def allreduce(
-        self, tensors: Tensors, opts: Any = None, inter_node_dtype: torch.dtype | None = None
+        self, tensors: Tensors, opts: Any = None, crossing: Crossing | None = None
     ) -> dist.Work:
-        """Reduces over all ranks. Sums cross between machines in `inter_node_dtype`, if given."""
+        """Reduces over all ranks. Sums cross between machines by `crossing`, if given."""
         op, operations = dist.ReduceOp.SUM if opts is None else opts.reduceOp, []
         for tensor in tensors:
             dense = tensor.is_cpu and tensor.layout is torch.strided
@@ -154,7 +154,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             text, reduction = self._named_reduction(
                 tensor.numel(), tensor.dtype, op, caller.op_label
             )
-            run = partial(self._reduce, tensor, reduction, inter_node_dtype)
+            run = partial(self._reduce, tensor, reduction, crossing)
             operations.append(Operation(text, run, partial(self._reduce.prepare, tensor)))
         return self._submit("all_reduce", tensors, opts, operations, written=tensors)
 

@@ -25,8 +25,9 @@ the sum: n summands of 1/n each cannot overflow a 16-bit float where the average
   steps, after the sum unless 1/n is exact.
 - None: the hook. A hook outside of this package divides; so do `divide`, if another hook calls
   `average`, `_compressed` (options/comm_hooks.py), likewise, `_average_in_low_rank`
-  (options/power_sgd.py), and `TreeReduction._divide` (virtual_ranks/tree_reduction.py), which
-  divides by the number of virtual ranks, after the sum except in 16 bits.
+  (options/power_sgd.py), `Blockwise.exchanges` (options/blockwise.py), after the sum, and
+  `TreeReduction._divide` (virtual_ranks/tree_reduction.py), which divides by the number of virtual
+  ranks, after the sum except in 16 bits.
 
 A rank's weight is one more factor while packing: `GradientWeight.value` (options/weight.py).
 """

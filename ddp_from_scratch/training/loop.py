@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, default_collate
 import ddp_from_scratch as ddp
 from ddp_from_scratch import PeerError, StragglerReport, UsageError, World
 from ddp_from_scratch.training import checkpoint
+from ddp_from_scratch.training.compression import Compression
 from ddp_from_scratch.training.coordination import (
     LossWatch,
     Stopped,
@@ -40,8 +41,6 @@ from ddp_from_scratch.training.models import autocast, make_model
 from ddp_from_scratch.training.optimizers import hidden_matrices, make_optimizer
 from ddp_from_scratch.training.report import MetricsWriter, Report, ranks_text
 from ddp_from_scratch.training.settings import Settings
-
-_HOOKS = {"bf16": ddp.comm_hooks.bf16_compress_hook, "fp16": ddp.comm_hooks.fp16_compress_hook}
 
 
 class Trainer:
@@ -98,7 +97,7 @@ class Trainer:
         if state is not None:
             self._restore(state)
             # Last, because it needs the restored scaler's scale.
-            self._restore_power_sgd(compressed)
+            self.compression.restore(compressed, self.world, self.scaler, self.group)
         if settings.virtual_ranks is not None:
             self.reducer.set_step(self.global_step, settings.seed)
         self._elastic = None
@@ -148,13 +147,7 @@ class Trainer:
             balance=settings.balance,
             recheck_every=settings.recheck,
         )
-        self.power_sgd: ddp.power_sgd.PowerSGDState | None = None
-        if settings.compress == "powersgd":
-            assert settings.powersgd_rank is not None, "Settings has a default"
-            self.power_sgd = ddp.power_sgd.PowerSGDState(settings.powersgd_rank)
-            self.reducer.register_comm_hook(self.power_sgd, ddp.power_sgd.power_sgd_hook)
-        elif settings.compress is not None:
-            self.reducer.register_comm_hook(None, _HOOKS[settings.compress])
+        self.compression: Compression = Compression(settings, self.model, self.reducer, self.report)
         with raise_on_all_ranks(self.group):
             self.optimizer: Any = make_optimizer(settings, self.model, self.reducer)
         scales = settings.precision == "fp16"
@@ -288,11 +281,7 @@ class Trainer:
         if not self.steps_in_backward:
             self.scaler.step(self.optimizer)
         self.totals.add_(totals)
-        before = self.scaler.get_scale() if self.power_sgd is not None else 1.0
-        self.scaler.update()
-        if self.power_sgd is not None and (scale := self.scaler.get_scale()) != before:
-            # The next gradients have the new scale. The factor is a power of two, so it is exact.
-            self.power_sgd.rescale(scale / before)
+        self.compression.update(self.scaler)
         self.step += 1
         self.global_step += 1
         self._note_progress()
@@ -447,7 +436,8 @@ class Trainer:
         generators: list[Any] = []
         if self.settings.virtual_ranks is None:  # virtual ranks are seeded in each step
             generators = gather_objects(checkpoint.rng_state(self.world.device), self.group)
-        compressed, totals = self._power_sgd_of_all(), self._totals_of_all()
+        compressed = self.compression.state_of_all(self.world, self.scaler, self.group)
+        totals = self._totals_of_all()
         of_all = {"rng": generators, "compression": compressed, "totals": totals}
         of_optimizer = self.optimizer.state_dict()  # collective with --shard world
         with raise_on_all_ranks(self.group):
@@ -489,43 +479,6 @@ class Trainer:
             self.totals.copy_(state["totals"])
         if self.world.rank < len(state["rng"]):
             checkpoint.set_rng_state(state["rng"][self.world.rank], self.world.device)
-
-    def _power_sgd_of_all(self) -> checkpoint.State | None:
-        """Gathers all ranks' state of PowerSGD on rank 0; None elsewhere. Collective."""
-        if self.power_sgd is None:
-            return None
-        # Each rank's errors are needed: the bits of a resumed run depend on them.
-        state = self.power_sgd.state_dict(self.model)
-        mine = {name: error.cpu() for name, error in state["errors"].items()}
-        first = self.world.rank == 0
-        everyone: list[Any] | None = [None] * self.world.world_size if first else None
-        dist.gather_object(mine, everyone, group_dst=0, group=self.group)
-        shared = {"errors": everyone, "loss_scale": self.scaler.get_scale()}
-        return state | shared if first else None
-
-    def _restore_power_sgd(self, saved: checkpoint.State | None) -> None:
-        """Continues from `saved`, which only rank 0 has; warns if it cannot. Collective."""
-        if self.power_sgd is None:
-            if saved is not None:
-                self.report.warning("PowerSGD's error feedback is reset")
-            return
-        of_each: list[Any] = [None] * self.world.world_size
-        if saved is not None:
-            errors = saved["errors"]
-            if len(errors) != len(of_each):
-                # Averages depend only on the mean.
-                self.report.warning(
-                    f"every rank begins with the mean of the PowerSGD errors of {len(errors)} ranks"
-                )
-                mean = {n: torch.stack([e[n] for e in errors]).mean(0) for n in errors[0]}
-                errors = [mean] * len(of_each)
-            of_each = [saved | {"errors": of_one} for of_one in errors]
-        # Each rank gets only its own errors: all of them are as large as all ranks' gradients.
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, of_each, 0, self.group)
-        if mine[0] is not None:
-            self.power_sgd.load_state_dict(self.model, mine[0])
-            self.power_sgd.rescale(self.scaler.get_scale() / mine[0]["loss_scale"])
 
     def _begin(self) -> tuple[checkpoint.State | None, checkpoint.State | None]:
         """Returns the state to start from or None, and its "compression" on rank 0. Collective."""
@@ -569,7 +522,7 @@ class Trainer:
                 self._open_outputs("auto" if has_state else self.settings.resume)
         if not has_state and (state := self._find_checkpoint()) is not None:
             self._restore(state)
-            self._restore_power_sgd(state.get("compression"))
+            self.compression.restore(state.get("compression"), self.world, self.scaler, self.group)
             self._note_progress()
 
     def _note_progress(self) -> None:

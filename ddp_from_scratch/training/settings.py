@@ -19,7 +19,7 @@ MOST_HERE = 1024  # processes or threads on one machine; more is a typing mistak
 DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10", "fake")
 MODELS = "cnn, mlp, or a torchvision classifier by name (resnet18, vit_b_16, ...)"
 PRECISIONS = ("fp32", "bf16", "fp16")
-COMPRESSIONS = ("bf16", "fp16", "powersgd")
+COMPRESSIONS = ("bf16", "fp16", "int8", "powersgd")
 POWERSGD_RANK = 2
 # Of each optimizer, the defaults of the settings that it takes.
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -257,8 +257,8 @@ class Settings:
         True,
     )
     compress: str | None = _synchronisation(
-        "send gradients as bf16 or fp16, half the bytes, or as matrices of low rank (Vogels et al. "
-        "2019)",
+        "send gradients as bf16 or fp16, half the bytes; on gloo and mpi also as int8 with a scale "
+        "for each block, a quarter; or as matrices of low rank (Vogels et al. 2019)",
         choices=COMPRESSIONS,
     )
     powersgd_rank: int | None = _synchronisation(
@@ -303,8 +303,7 @@ class Settings:
         self._set_defaults()
         if self.momentum is not None and "momentum" not in OPTIMIZERS[self.optimizer]:
             raise UsageError(f"--momentum is for sgd and muon, not {self.optimizer}: leave it out")
-        if self.powersgd_rank is not None and self.compress != "powersgd":
-            raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
+        self._check_compress()
         if self.resume == "auto" and self.checkpoint_dir is None:
             raise UsageError("--resume auto needs --checkpoint-dir, which is not given")
         if not self.shared_memory and self.backend != "gloo":
@@ -324,6 +323,12 @@ class Settings:
         self._check_virtual_ranks()
         if self.shard != "none":
             self._check_shard()
+
+    def _check_compress(self) -> None:
+        if self.powersgd_rank is not None and self.compress != "powersgd":
+            raise UsageError("--powersgd-rank is for --compress powersgd, which is not given")
+        if self.compress == "int8" and self.backend == "nccl":
+            raise UsageError("--compress int8 is for gloo and mpi, not nccl: use bf16 or powersgd")
 
     def _set_defaults(self) -> None:
         """Sets what depends on other settings; as a field's default it would be there always."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.all_reduce import GATHERED, STAGED_FROM
+from ddp_from_scratch.backend.all_reduce import GATHERED, STAGED_FROM, crossing_in
 from ddp_from_scratch.backend.barrier import EAGER_NBYTES
 from ddp_from_scratch.backend.reduction import CHUNK
 from ddp_from_scratch.backend.stage import PIECE_ACROSS
@@ -49,7 +49,7 @@ def over_machines(world, sizes):
     for numel in (9, STAGED_FROM) if len(sizes) > 1 else ():
         # 257 in bfloat16 is 256: each machine's sum is rounded once, and nothing else.
         tensor = torch.full((numel,), 257.0)
-        group.allreduce([tensor], inter_node_dtype=torch.bfloat16).wait()
+        group.allreduce([tensor], crossing=crossing_in(torch.bfloat16)).wait()
         sums = [257.0 * size for size in sizes] if numel > 9 else [257.0] * n
         assert tensor.eq(torch.tensor(sums).bfloat16().sum().float()).all(), numel
 

@@ -640,7 +640,10 @@ class Ours(Player):
             ]
         for reducer in self.reducers:
             if case.hook is not None:
-                reducer.register_comm_hook(self.group, HOOKS[case.hook])
+                state = self.group
+                if case.hook == "int8_blockwise":
+                    state = ddp.comm_hooks.Int8State(self.group)
+                reducer.register_comm_hook(state, HOOKS[case.hook])
 
     def make_optimizer(self) -> Any:
         if not self.case.flat:
@@ -742,6 +745,8 @@ HOOKS = {
     "torch's allreduce_hook": default_hooks.allreduce_hook,
     "in_halves": in_halves,
     "gathered": gathered,
+    # Vectors are sent in float32, and everything is on a single machine.
+    "int8_blockwise": ddp.comm_hooks.int8_blockwise,
 }
 
 

@@ -30,6 +30,7 @@ REFUSED = {
     "--recheck 5": "--recheck needs virtual ranks: add --virtual-ranks",
     "--virtual-ranks 3": "--virtual-ranks must be a power of two, got 3",
     "--powersgd-rank 2": "--powersgd-rank is for --compress powersgd, which is not given",
+    "--compress int8 --backend nccl": "--compress int8 is for gloo and mpi, not nccl: use bf16 or",
     f"--seed {2**62}": f"--seed must be 0 to 2**62 - 1, got {2**62}",
     "--resume auto": "--resume auto needs --checkpoint-dir, which is not given",
     "--no-shared-memory --backend mpi": "--no-shared-memory is for gloo, and the backend is mpi",

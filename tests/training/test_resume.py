@@ -28,6 +28,7 @@ from tests.support.tiers import slow
 SETTINGS = {"model": "dropout", "epochs": 3, "batch_size": 32, "accumulate": 4, "quiet": True}
 # 11 steps in an epoch; PowerSGD begins with the 11th.
 POWERSGD = {"compress": "powersgd", "accumulate": 2, "shared_memory": False}
+INT8 = {"compress": "int8", "shared_memory": False}
 # 5 steps of 8 virtual ranks x 2 x 16 images in an epoch.
 VIRTUAL_RANKS = {"virtual_ranks": 8, "accumulate": 2, "batch_size": 16, "epochs": 2}
 
@@ -119,6 +120,7 @@ def whole(ranks, tmp_path_factory):
         ("gloo-2", 3, {"optimizer": "adamw", "epochs": 1, "shard": "world"}),
         ("mpi-2", 3, {"optimizer": "muon", "model": "mlp", "epochs": 1}),
         ("gloo-2", 17, POWERSGD | {"precision": "fp16"}),
+        ("gloo-2", 7, INT8 | {"precision": "fp16"}),
         # From three ranks on the buckets' layout decides the order of sums, and the last bit.
         ("gloo-4", 6, {"model": "cnn", "accumulate": 1, "epochs": 1}),
     ],
@@ -291,7 +293,7 @@ def test_a_checkpoint_of_a_run_that_searched_for_its_buckets_is_resumed(ranks, t
 
 
 def remembered(trainer):
-    saved = trainer.power_sgd.state_dict(trainer.model)
+    saved = trainer.compression.state.state_dict(trainer.model)
     scale = trainer.scaler.get_scale()
     return saved["iteration"], {n: (e / scale).tolist() for n, e in saved["errors"].items()}
 
@@ -328,6 +330,32 @@ def test_another_world_size_remembers_the_mean_of_what_power_sgd_left_out(ranks,
     size, memory = replies[0][-1]
     assert "world_size 2 -> 3" in size
     assert "mean of the PowerSGD errors of 2 ranks" in memory
+
+
+def resumed_without_errors(world, folder, changes):
+    told = []
+    with patch.object(Report, "warning", lambda self, text: told.append(text)):
+        trainer = make_trainer(world, folder, resume="auto", **changes)
+    state = trainer.compression.state
+    assert state is None or not any(state.state_dict(trainer.model)["errors"])
+    assert trainer.run() == 0
+    check_sync(trainer.model)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "told"),
+    [
+        (3, INT8, "int8's error feedback is reset: the checkpoint has that of 2 ranks, this run 3"),
+        (2, INT8 | {"compress": "bf16"}, "int8's error feedback is reset"),
+        (2, INT8 | {"compress": "powersgd"}, "int8's error feedback is reset"),
+    ],
+)
+def test_errors_of_int8_are_reset_where_they_do_not_fit(ranks, tmp_path, world_size, changes, told):
+    ranks("gloo", 2)(run, tmp_path, INT8, 7)
+    (changed, reset), *_ = ranks("gloo", world_size)(resumed_without_errors, tmp_path, changes)
+    assert "not as in the checkpoint" in changed
+    assert reset == told
 
 
 def keep_threads(world, folder):
