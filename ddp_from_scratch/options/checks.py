@@ -72,7 +72,10 @@ class Checks(Observer):
         # otherwise. torch does not count writes to `parameter.data`, so these are missed.
         self._before: list[int] | None = None
         self.has_written: bool = False  # a forward pass, to a parameter
-        self._forwards = 0
+        self._looks = 0  # at the module, before forward passes and steps
+        # The average for which a forward pass, or else a step, has looked last. A program may call
+        # methods of the module instead of the module, and a ModuleList has no forward pass.
+        self._looked_for = -1
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
@@ -92,20 +95,10 @@ class Checks(Observer):
         # training mode is: reentrant checkpoints first run their forward pass under no_grad().
         if recomputing or not (torch.is_grad_enabled() or module.training):
             return
-        self._forwards += 1
-        all_of_it = self._forwards <= _FULL_CHECK_EVERY or self._forwards % _FULL_CHECK_EVERY == 0
-        snapshot = self.snapshot
-        if snapshot.looks_different(all_of_it):
-            may_freeze = reducer.usage is not None and reducer.usage.fixed_layout
-            difference = snapshot.difference(module, may_freeze=may_freeze)
-            if difference is not None:
-                raise RuntimeError(
-                    f"{difference.what} on rank {reducer.rank} after the Reducer was made: "
-                    f"{difference.remedy}"
-                )
-            look_for_layers(reducer)
+        all_of_it = self._look_at_module()
+        self._looked_for = reducer.iteration
         self.check_complete()
-        if self._forwards % _FULL_CHECK_EVERY == 1 and _in_distributed_autograd():
+        if self._looks % _FULL_CHECK_EVERY == 1 and _in_distributed_autograd():
             raise RuntimeError(
                 f"a forward pass on rank {reducer.rank} runs inside "
                 f"torch.distributed.autograd.context(), whose backward() leaves .grad alone, so "
@@ -113,6 +106,22 @@ class Checks(Observer):
             )
         if self._watches_writes and all_of_it:
             self._before = [*map(_version, self._versioned.values())]
+
+    def _look_at_module(self) -> bool:
+        """Raises if the module has changed; returns True if this was one of the expensive looks."""
+        reducer, snapshot = self._reducer(), self.snapshot
+        self._looks += 1
+        all_of_it = self._looks <= _FULL_CHECK_EVERY or self._looks % _FULL_CHECK_EVERY == 0
+        if snapshot.looks_different(all_of_it):
+            may_freeze = reducer.usage is not None and reducer.usage.fixed_layout
+            difference = snapshot.difference(reducer.module, may_freeze=may_freeze)
+            if difference is not None:
+                raise RuntimeError(
+                    f"{difference.what} on rank {reducer.rank} after the Reducer was made: "
+                    f"{difference.remedy}"
+                )
+            look_for_layers(reducer)
+        return all_of_it
 
     def on_forwarded(self, outputs: object) -> None:
         before, self._before = self._before, None
@@ -135,10 +144,16 @@ class Checks(Observer):
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.check_complete()
+        last: int = self._reducer().iteration - 1
+        if self._looked_for < last:
+            self._looked_for = last
+            with torch.enable_grad():  # without it, parameters may have been replaced for one call
+                self._look_at_module()
 
     def on_set_step(self) -> None:
         reducer: CoreReducer = self._reducer()
         self.began = reducer.iteration
+        self._looked_for = self.began - 1
         if not self._watches_writes:
             return
         # Ranks that join know nothing of earlier averages, so all ranks begin again.
