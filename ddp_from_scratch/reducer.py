@@ -229,7 +229,21 @@ class Reducer:
         # memory, which is freed with its group.
         together = self._collective_init and virtual_ranks is None
         if together:
-            check_same_parameters(parameters, module, process_group)
+            # Those that decide what this Reducer sends; others may be a rank's own.
+            compared = {
+                "bucket_cap_mb": [cap / 2**20 for cap in caps],
+                "find_unused_parameters": find_unused_parameters,
+                "static_graph": static_graph,
+                "skip_unused": skip_unused,
+                "sync_buffers": sync_buffers,
+                "check_every": check_every,
+                "straggler_every": straggler_every,
+                "shared_memory": shared_memory,
+                "ready_order": ready_order and [*ready_order],
+                "reduce": reduce,
+                "check_finite": check_finite,
+            }
+            check_same_parameters(parameters, module, process_group, compared)
         memory_of = comm.open_group() if together else None
         sparse = sparse_parameters(module)
         separate = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}

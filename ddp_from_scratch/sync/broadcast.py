@@ -104,13 +104,20 @@ def check_same_parameters(
     parameters: Mapping[str, torch.Tensor],
     module: torch.nn.Module,
     process_group: dist.ProcessGroup | None,
+    options: Mapping[str, object],
 ) -> None:
-    """Raises as `broadcast_parameters` if these parameters of a module differ. Collective."""
-    mine = _describe_parameters(parameters, module)
+    """Raises as `broadcast_parameters` if these parameters of a module differ. Collective.
+
+    Also if the options differ, which have the same names on all ranks.
+    """
+    # Options come first, since each has its line on every rank.
+    settings = [f"{name}={value!r}" for name, value in options.items()]
+    mine = settings + _describe_parameters(parameters, module)
     with on_gpu_of(module):
         difference = _difference(mine, process_group, "parameters")
     if difference is not None:
-        raise RuntimeError(f"the models differ: {difference}")
+        what = "models" if " has parameter " in difference else "Reducers' options"
+        raise RuntimeError(f"the {what} differ: {difference}")
 
 
 def _difference(

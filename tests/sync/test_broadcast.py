@@ -212,3 +212,44 @@ def test_a_reducer_names_the_difference_where_the_broadcast_was_left_out(world):
     reducer = Reducer(model)  # the group is still of use
     with pytest.raises(TypeError, match=r"call the module itself, model\(x\)"):
         reducer(torch.ones(1, 1))
+
+
+# What decides what a Reducer sends or computes, and a value that is not the default.
+COMPARED = {
+    "bucket_cap_mb": [0, 2],
+    "find_unused_parameters": True,
+    "static_graph": True,
+    "sync_buffers": True,
+    "check_every": 5,
+    "straggler_every": 5,
+    "shared_memory": False,
+    "ready_order": ["bias", "weight"],
+    "reduce": "sum",
+    "check_finite": True,
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@on("pair")
+def test_a_reducer_names_the_option_that_ranks_do_not_have_in_common(world, name):
+    with pytest.raises(RuntimeError) as caught:
+        Reducer(nn.Linear(2, 2), **({name: COMPARED[name]} if world.rank else {}))
+    assert re.match(
+        rf"the Reducers' options differ: rank 0 has {name}=.*; rank 1 has {name}=",
+        str(caught.value),
+    )
+    Reducer(nn.Linear(2, 2), **{name: COMPARED[name]}).remove()  # the group is still of use
+
+
+@on("pair")
+def test_a_wrapper_names_the_option_that_ranks_do_not_have_in_common(world):
+    text = "the Reducers' options differ: rank 0 has reduce='mean'; rank 1 has reduce='sum'"
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        DistributedDataParallel(nn.Linear(2, 2), reduce="sum" if world.rank else "mean")
+    with pytest.raises(RuntimeError, match=r"rank 0 has skip_unused=False; rank 1 has"):
+        DistributedDataParallel(nn.Linear(2, 2), skip_all_reduce_unused_params=world.rank == 1)
+    # Equal caps may be written differently, and this one is a rank's own.
+    Reducer(nn.Linear(2, 2), bucket_cap_mb=[1, 25] if world.rank else None).remove()
+    Reducer(
+        nn.Linear(2, 2), stall_after=5 if world.rank else None, overlap=world.rank == 0
+    ).remove()
