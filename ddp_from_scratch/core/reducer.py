@@ -25,6 +25,7 @@ from ddp_from_scratch.core.comm_hooks import CommConfig
 from ddp_from_scratch.core.gradient_errors import (
     check_bucket,
     check_gradient,
+    check_not_launching,
     compiled_autograd,
     no_gradient,
     second_gradient,
@@ -111,7 +112,8 @@ class CoreReducer:
         self._abandon_in_flight = abandon_in_flight
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         # Held while buckets change: autograd has a thread for each device, and hooks run in all.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a comm hook that calls back gets an error, not a deadlock
+        self._launching: Bucket | None = None  # observers and the comm hook are called for it
         self._bucket_type: type[FlatBucket] = ViewBucket if views else FlatBucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()
@@ -248,6 +250,7 @@ class CoreReducer:
     def flush_deferred(self) -> None:
         """Counts the deferred gradients of all buckets."""
         with self._lock:
+            check_not_launching(self._launching, self.rank)
             for bucket in self.all_buckets:
                 self._flush_bucket(bucket)
 
@@ -368,7 +371,11 @@ class CoreReducer:
             if not self.comm.concurrent:
                 self.await_hook()
             if self.usage is None or not self.usage.skips(bucket):
-                self._pack_and_launch(bucket)
+                self._launching = bucket
+                try:
+                    self._pack_and_launch(bucket)
+                finally:
+                    self._launching = None
             average.next_bucket += 1
 
     def _pack_and_launch(self, bucket: Bucket) -> None:
@@ -531,10 +538,6 @@ class CoreReducer:
         if sync != self.sync:
             self.flush_deferred()
             self.sync = sync
-
-    def set_joining(self, joining: bool) -> None:
-        """Sets `joining`."""
-        self.joining = joining
 
     def average_now(self) -> None:
         """Averages every `.grad` as it is, outside of backward. Collective."""
