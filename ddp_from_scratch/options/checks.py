@@ -1,7 +1,8 @@
 """Raises if an average would be missing or wrong, and names the parameter and the rank."""
 
 import inspect
-from collections.abc import Collection, Mapping
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from types import FrameType
@@ -18,11 +19,13 @@ from ddp_from_scratch.common.errors import AGAIN, shortened
 from ddp_from_scratch.common.group import on_gpu_of
 from ddp_from_scratch.common.memory import OVERLAPS, overlaps, unsupported
 from ddp_from_scratch.core.bucket import BucketState
+from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.observer import Check, Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.launch_order import look_for_layers
-from ddp_from_scratch.options.unused import will_accumulate_any
+from ddp_from_scratch.options.unused import Unused, will_accumulate_any
+from ddp_from_scratch.sync.broadcast import first_difference
 from ddp_from_scratch.sync.check_sync import (
     EVERY_AFTER_WRITES,
     NOT_SENT,
@@ -50,19 +53,22 @@ _ON_PURPOSE = (
 class Checks(Observer):
     """Detects a changed module, and forward passes that write to parameters.
 
-    `check_first_average`: compare the ranks' parameters in the first average. `regroups`: ranks may
-    join or leave later, as with virtual ranks, so one rank is checked, too.
+    `options`: lines of text that must be the same on all ranks. `check_first_average`: compare
+    them, the comm hooks and the ranks' parameters in the first average. `regroups`: ranks may join
+    or leave later, as with virtual ranks, so one rank is checked, too.
     """
 
     def __init__(
         self,
         snapshot: "ModuleSnapshot",
         ignore: Collection[str],
+        options: Sequence[str] = (),
         check_first_average: bool = True,
         regroups: bool = False,
     ) -> None:
         self.snapshot = snapshot
         self.ignore = ignore
+        self.options = options
         self.check_first_average = check_first_average
         # torch does not count the writes to a tensor that was made in inference mode.
         self._versioned = {n: p for n, p in snapshot.parameters.items() if not p.is_inference()}
@@ -95,8 +101,10 @@ class Checks(Observer):
         # training mode is: reentrant checkpoints first run their forward pass under no_grad().
         if recomputing or not (torch.is_grad_enabled() or module.training):
             return
-        all_of_it = self._look_at_module()
-        self._looked_for = reducer.iteration
+        self._looks, self._looked_for = self._looks + 1, reducer.iteration
+        all_of_it = self._looks <= _FULL_CHECK_EVERY or self._looks % _FULL_CHECK_EVERY == 0
+        if self.snapshot.looks_different(all_of_it):
+            self._check_same_module()
         self.check_complete()
         if self._looks % _FULL_CHECK_EVERY == 1 and _in_distributed_autograd():
             raise RuntimeError(
@@ -107,21 +115,17 @@ class Checks(Observer):
         if self._watches_writes and all_of_it:
             self._before = [*map(_version, self._versioned.values())]
 
-    def _look_at_module(self) -> bool:
-        """Raises if the module has changed; returns True if this was one of the expensive looks."""
-        reducer, snapshot = self._reducer(), self.snapshot
-        self._looks += 1
-        all_of_it = self._looks <= _FULL_CHECK_EVERY or self._looks % _FULL_CHECK_EVERY == 0
-        if snapshot.looks_different(all_of_it):
-            may_freeze = reducer.usage is not None and reducer.usage.fixed_layout
-            difference = snapshot.difference(reducer.module, may_freeze=may_freeze)
-            if difference is not None:
-                raise RuntimeError(
-                    f"{difference.what} on rank {reducer.rank} after the Reducer was made: "
-                    f"{difference.remedy}"
-                )
-            look_for_layers(reducer)
-        return all_of_it
+    def _check_same_module(self) -> None:
+        """Raises if the module has changed in a way that the Reducer cannot follow."""
+        reducer: CoreReducer = self._reducer()
+        may_freeze = reducer.usage is not None and reducer.usage.fixed_layout
+        difference = self.snapshot.difference(reducer.module, may_freeze=may_freeze)
+        if difference is not None:
+            raise RuntimeError(
+                f"{difference.what} on rank {reducer.rank} after the Reducer was made: "
+                f"{difference.remedy}"
+            )
+        look_for_layers(reducer)
 
     def on_forwarded(self, outputs: object) -> None:
         before, self._before = self._before, None
@@ -146,9 +150,10 @@ class Checks(Observer):
         self.check_complete()
         last: int = self._reducer().iteration - 1
         if self._looked_for < last:
-            self._looked_for = last
-            with torch.enable_grad():  # without it, parameters may have been replaced for one call
-                self._look_at_module()
+            self._looks, self._looked_for = self._looks + 1, last
+            if self.snapshot.looks_different(self._looks % _FULL_CHECK_EVERY == 0):
+                with torch.enable_grad():  # without it, parameters may be lent for one call
+                    self._check_same_module()
 
     def on_set_step(self) -> None:
         reducer: CoreReducer = self._reducer()
@@ -190,7 +195,10 @@ class Checks(Observer):
 
 
 class _FirstAverage(Check):
-    """Compares the ranks' parameters in the first average; a program may not have sent them.
+    """Compares the ranks' options, comm hooks and parameters in the first average.
+
+    A program may not have sent the parameters. Only here are the options of Reducers with virtual
+    ranks compared, whose ranks may meet later.
 
     Adds a `DriftCheck` if a forward pass on any rank has written to parameters before. Does nothing
     if a rank's Reducer has `check_first_average=False`: a later write in forward then raises.
@@ -208,10 +216,14 @@ class _FirstAverage(Check):
         module, group = reducer.module, reducer.process_group
         with on_gpu_of(module):
             mine = [self._checks.has_written, self._checks.check_first_average]
-            everyone = gather_integers([*map(int, mine)], group)
-        writes, compares = zip(*everyone, strict=True)
-        if not all(compares):
-            return None
+            options = [*self._checks.options, *_set_later(reducer)]
+            everyone = gather_integers([*map(int, mine), zlib.crc32(repr(options).encode())], group)
+            writes, compares, checksums = zip(*everyone, strict=True)
+            if not all(compares):
+                return None
+            if len({*checksums}) > 1:
+                difference = first_difference(options, group, "options")
+                return RuntimeError(f"the Reducers' options differ: {difference}{_ON_PURPOSE}")
         written, advice = any(writes), WRITTEN if any(writes) else NOT_SENT + _ON_PURPOSE
         drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._checks.ignore, advice)
         if written and reducer.observer(DriftCheck) is None:
@@ -219,6 +231,16 @@ class _FirstAverage(Check):
         else:
             drift.attach(reducer)
         return drift.verdict()
+
+
+def _set_later(reducer: CoreReducer) -> list[str]:
+    """Returns what a program may set after it has made the Reducer, on every rank."""
+    hook, unused = reducer.comm.hook, reducer.observer(Unused)
+    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return [
+        f"the comm hook {'none' if hook is average else name}",
+        f"static_graph={unused is not None and unused.is_static}",
+    ]
 
 
 def _in_distributed_autograd() -> bool:

@@ -14,6 +14,7 @@ from ddp_from_scratch import (
     Reducer,
     broadcast_buffers,
     broadcast_parameters,
+    comm_hooks,
 )
 from ddp_from_scratch.sync.broadcast import tree_neighbours
 from tests.support.on_ranks import on
@@ -239,6 +240,53 @@ def test_a_reducer_names_the_option_that_ranks_do_not_have_in_common(world, name
         str(caught.value),
     )
     Reducer(nn.Linear(2, 2), **{name: COMPARED[name]}).remove()  # the group is still of use
+
+
+def named(state, bucket):
+    return comm_hooks.allreduce_hook(state, bucket)
+
+
+@pytest.mark.parametrize("options", [{}, {"shared_memory": False}])
+@on("pair")
+def test_the_first_average_names_the_comm_hook_that_ranks_do_not_have_in_common(world, options):
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model, **options)
+    if world.rank == 1:
+        reducer.register_comm_hook(None, named)
+    text = "options differ: rank 0 has the comm hook none; rank 1 has the comm hook named; or, if "
+    with pytest.raises(RuntimeError, match=text):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@on("pair")
+def test_the_first_average_names_a_static_graph_that_one_rank_has_set(world):
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model)
+    if world.rank == 1:
+        reducer.set_static_graph()
+    text = "rank 0 has static_graph=False; rank 1 has static_graph=True; or, if "
+    with pytest.raises(RuntimeError, match=text):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize(("name", "value"), [("virtual_ranks", 2), ("recheck_every", 1)])
+@on("gloo-2")
+def test_the_first_average_names_an_option_of_virtual_ranks(world, name, value):
+    model = nn.Linear(2, 2)
+    options = {"virtual_ranks": 4} | ({name: value} if world.rank else {})
+    reducer = Reducer(model, **options)
+    with pytest.raises(RuntimeError, match=rf"options differ: rank 0 has {name}=.*has {name}="):
+        reducer.run_virtual_ranks(lambda _: model(torch.ones(1, 2)).sum().backward())
+
+
+@on("pair")
+def test_a_reducer_names_a_gradient_dtype_that_ranks_do_not_have_in_common(world):
+    model = nn.Linear(2, 2)
+    if world.rank == 1:
+        model.weight.grad_dtype = torch.float64
+    text = r"rank 0 has grad_dtype={}; rank 1 has grad_dtype={'weight': torch\.float64}"
+    with pytest.raises(RuntimeError, match=text):
+        Reducer(model)
 
 
 @on("pair")
