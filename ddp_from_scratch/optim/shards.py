@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from numbers import Number
 from typing import Any
 
@@ -49,6 +49,7 @@ from ddp_from_scratch.optim.shard_policy import (
     Unsharded,
     placed,
 )
+from ddp_from_scratch.optim.shared_parameters import note_shared
 from ddp_from_scratch.optim.squares import BLOCK
 from ddp_from_scratch.optim.update_rules import CACHE_LINE, ParamGroup, UpdateRule
 from ddp_from_scratch.options.checks import Checks
@@ -244,6 +245,14 @@ class NodeShards(Shards):
     def allocate(self, numel: int, like: torch.Tensor) -> torch.Tensor:
         self._moved = True
         return self._shared.empty(numel, like.dtype, for_all=True)
+
+    def arranged(
+        self, segments: Mapping[FlatBucket, Segments], unflattened: Sequence[torch.Tensor]
+    ) -> None:
+        super().arranged(segments, unflattened)
+        if self._shared.checked_barrier.size > 1:  # several ranks on this machine
+            for segment in chain.from_iterable(segments.values()):
+                note_shared(segment.parameters)
 
     def averaging(self, clips: bool) -> AbstractContextManager[Any]:
         if clips or self._reducer.core.comm.sums:  # `step` needs the averages, or sums

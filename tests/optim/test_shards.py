@@ -388,6 +388,44 @@ def test_returns_when_all_shares_are_written(world):
     assert model.weight.equal(seen)
 
 
+@pytest.mark.parametrize("keeps", [True, False], ids=["beside it", "after it"])
+@pytest.mark.parametrize("other", ["torch.optim.SGD", "ddp.SGD", "world", "one of the layers"])
+@on("pair")
+def test_another_optimizer_cannot_step_what_ranks_share(world, other, keeps):
+    """Each rank would add its own step to the one copy."""
+    model, optimizer, reducer = divided(world, "SGD", shard="node")
+    at_once(model, optimizer)
+    if not keeps:
+        del optimizer
+    parameters = model[1].parameters() if other == "one of the layers" else model.parameters()
+    if other in ("ddp.SGD", "world"):
+        shard = "none" if other == "ddp.SGD" else "world"
+        second = ddp.SGD(parameters, lr=0.25, reducer=reducer, shard=shard)
+    else:
+        second = torch.optim.SGD(parameters, lr=0.25)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(X).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^SGD would step a parameter of shape \(.*clone"):
+        second.step()
+    dist.barrier()
+    assert all(map(torch.equal, before, model.parameters()))
+    if other.startswith("torch"):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        dist.barrier()
+        second.step()
+        changes = [b - 0.25 * p.grad for b, p in zip(before, model.parameters(), strict=True)]
+        torch.testing.assert_close(changes, [*model.parameters()])
+
+
+@on("pair")
+def test_another_optimizer_that_divides_the_steps_takes_over(world):
+    model, optimizer, reducer = divided(world, "SGD", shard="node")
+    at_once(model, optimizer)
+    at_once(model, ddp.AdamW(model.parameters(), reducer=reducer, shard="node"))
+    ddp.check_sync(model, reducer.process_group)
+
+
 @on("gloo-2")
 def test_refuses_gradients_that_are_not_shared(world):
     """For lack of memory; in a copy, which one rank may make alone; and without shared memory."""
