@@ -55,8 +55,8 @@ def check_not_launching(bucket: Bucket | None, rank: int) -> None:
     if bucket is not None:
         raise RuntimeError(
             f"a comm hook or an observer has called back its Reducer on rank {rank} during the "
-            f"launch of {bucket.name}: no_sync(), missing(), and adding or removing observers must "
-            f"wait until backward() has returned"
+            f"launch of {bucket.name}: no_sync(), missing(), another backward pass, and adding or "
+            f"removing observers must wait until backward() has returned"
         )
 
 

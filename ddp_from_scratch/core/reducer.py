@@ -362,6 +362,8 @@ class CoreReducer:
             return
         if early and self.order is not None and not self.order.may_launch():
             return
+        if self._launching is not None:
+            check_not_launching(self._launching, self.rank)
         average = self.average
         # By index: readiness differs between ranks, and all must issue the same collectives.
         while average.next_bucket < len(self.all_buckets):
@@ -580,10 +582,6 @@ class CoreReducer:
         self.average = Average()
         for on_abort in self.calls.on_abort:
             on_abort()
-
-    def set_iteration(self, iteration: int) -> None:
-        """Counts averages from here, as if this were the number of them so far."""
-        self.iteration = iteration
 
     def set_step(self, step: int) -> None:
         """Makes `step`, counted from 0, the next average, perhaps of other ranks."""

@@ -216,14 +216,22 @@ class _FirstAverage(Check):
         module, group = reducer.module, reducer.process_group
         with on_gpu_of(module):
             mine = [self._checks.has_written, self._checks.check_first_average]
-            options = [*self._checks.options, *_set_later(reducer)]
+            # What a program may set after it has made the Reducer is compared, too.
+            hook, usage = reducer.comm.hook, reducer.usage
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            options = [
+                *self._checks.options,
+                f"the comm hook {'none' if hook is average else name}",
+                f"static_graph={isinstance(usage, Unused) and usage.is_static}",
+            ]
             everyone = gather_integers([*map(int, mine), zlib.crc32(repr(options).encode())], group)
             writes, compares, checksums = zip(*everyone, strict=True)
             if not all(compares):
                 return None
             if len({*checksums}) > 1:
                 difference = first_difference(options, group, "options")
-                return RuntimeError(f"the Reducers' options differ: {difference}{_ON_PURPOSE}")
+                # At once: what follows may be another collective on each rank.
+                raise RuntimeError(f"the Reducers' options differ: {difference}{_ON_PURPOSE}")
         written, advice = any(writes), WRITTEN if any(writes) else NOT_SENT + _ON_PURPOSE
         drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._checks.ignore, advice)
         if written and reducer.observer(DriftCheck) is None:
@@ -231,16 +239,6 @@ class _FirstAverage(Check):
         else:
             drift.attach(reducer)
         return drift.verdict()
-
-
-def _set_later(reducer: CoreReducer) -> list[str]:
-    """Returns what a program may set after it has made the Reducer, on every rank."""
-    hook, unused = reducer.comm.hook, reducer.observer(Unused)
-    name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    return [
-        f"the comm hook {'none' if hook is average else name}",
-        f"static_graph={unused is not None and unused.is_static}",
-    ]
 
 
 def _in_distributed_autograd() -> bool:
