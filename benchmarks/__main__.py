@@ -9,8 +9,8 @@ Examples:
 two_hosts needs root, `ip` and `tc`; it does not run without these, nor with --quick. allreduce and
 scaling run with --full only.
 
-benchmarks/README.md explains what each benchmark measures and how to read it. Run nothing else
-meanwhile.
+benchmarks/README.md explains what each benchmark measures and how to read it. Run nothing else at
+the same time.
 
 Exit code: 0, or that of the first benchmark that failed (the rest still run); 130 after Ctrl-C, 143
 after SIGTERM.

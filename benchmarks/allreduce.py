@@ -1,4 +1,4 @@
-"""python -m benchmarks.allreduce: times an all-reduce by size, beside plain MPI and a memory copy.
+"""python -m benchmarks.allreduce: times an all-reduce by size; compares plain MPI and a copy.
 
 Examples:
     python -m benchmarks.allreduce                     2 ranks, float32, 256 B to 64 MB
@@ -73,7 +73,9 @@ def main() -> int:
     parser.add_argument("--collective", nargs="+", choices=FACTORS, default=[ALL_REDUCE], help=text)
     text = "default: 4^4 to 4^13"
     parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, metavar="N", help=text)
-    parser.add_argument("--quick", action="store_true", help="every other size, a third the rounds")
+    parser.add_argument(
+        "--quick", action="store_true", help="half of the sizes, a third of the rounds"
+    )
     options = parser.parse_args()
     if min(options.nproc) < 2 or min(options.bytes) < 8:
         raise UsageError("--nproc must be 2 or more and --bytes 8 or more")

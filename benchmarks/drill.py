@@ -36,7 +36,7 @@ from ddp_from_scratch.launch.rank_process import run_to_exit
 NPROC, VIRTUAL_RANKS = 4, 8
 Fault = tuple[str, Callable[[Path], None]]
 _NAMED = re.compile(r"rank \d+ on \S+ computes wrongly")
-_DEALT = re.compile(r"virtual ranks are dealt by speed: (.*); the last")
+_DEALT = re.compile(r"virtual ranks are assigned by speed: (.*); the last")
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ is left without the collective. torch's DDP is measured without a hook, when it 
 with torch's own `allreduce_hook`; ratios are to the faster of the two with the same buckets and
 views. "a bucket more" is a fifteenth of the difference between 16 buckets and 1.
 
-The second table: a training step of an MLP (batch 64, 784 inputs, 1024 wide) on one rank, beside
+The second table: a training step of an MLP (batch 64, 784 inputs, 1024 wide) on one rank, and
 the same step without a Reducer. torch's optimizer has `fused=True`. "ddp.SGD" steps after
 `backward()`, the rows with "backward_and_step" in one call.
 """
@@ -118,8 +118,10 @@ def main() -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.host_time", __doc__)
-    parser.add_argument("--rounds", type=int, help="of each line, in place of --seconds")
-    parser.add_argument("--seconds", type=float, help="for a line, after warm-up (default: 10)")
+    parser.add_argument("--rounds", type=int, help="rounds of each line, instead of --seconds")
+    parser.add_argument(
+        "--seconds", type=float, help="seconds for each line, after warm-up (default: 10)"
+    )
     parser.add_argument("--quick", action="store_true", help="1 second for each line")
     options = parser.parse_args(arguments)
     if options.seconds is None:

@@ -63,7 +63,7 @@ def parse(
     parser = make_parser(program, about)
     # Only gloo has rungs without shared memory.
     add_common_options(parser, ["resnet18"], ["gloo"])
-    parser.add_argument("--steps", type=int, default=25, help="of each (default: 25)")
+    parser.add_argument("--steps", type=int, default=25, help="steps of each rung (default: 25)")
     options = parser.parse_args(arguments)
     if options.nproc < 2 or options.steps < 1:
         raise UsageError(

@@ -9,8 +9,8 @@ Reducer's Python costs; an all-reduce by size and number of ranks. With a GPU al
 a training step on nccl. The folder gets a page of tables (Markdown) and all samples (JSON), both
 named after the machine.
 
-It ends in time: a part is a process, gets a share of the time that is left, and is cut off when
-that is over. The page says what became of each part. Run nothing else meanwhile.
+It finishes on time: each part is a process, gets a share of the remaining time, and is stopped when
+that is used up. The page says which parts were done. Run nothing else at the same time.
 """
 
 import argparse

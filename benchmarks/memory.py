@@ -3,7 +3,7 @@
 Examples:
     python -m benchmarks.memory                   gloo and mpi, MLP and ResNet-18, two processes
     python -m benchmarks.memory --model resnet50 --backend mpi --nproc 4
-    python -m benchmarks.memory --model mlp --optimizer adamw    beside ZeroRedundancyOptimizer, too
+    python -m benchmarks.memory --model mlp --optimizer adamw    compares ZeroRedundancyOptimizer
     python -m benchmarks.memory --quick           the MLP on gloo, three contenders
 
 Every contender has its own processes, since it would reuse memory that another one has freed. They
@@ -86,7 +86,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         nargs="+",
         choices=every,
         metavar="NAME",
-        help="default: all but rungs, which take no less than the others",
+        help="contenders (default: all but rungs, which take no less than the others)",
     )
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument("--quick", action="store_true", help="mlp on gloo, three contenders")

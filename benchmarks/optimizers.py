@@ -6,7 +6,7 @@ Examples:
     python -m benchmarks.optimizers --quick      gloo alone, few steps
 
 First it times `step()` with the same gradients on all ranks: `ddp.Muon`, which divides the matrices
-of linear layers over the ranks, beside torch.optim.Muon on every rank, both with fused AdamW for
+of linear layers over the ranks, and torch.optim.Muon on every rank, both with fused AdamW for
 all else and products of bfloat16, and the same bits. They take turns in each round. Each median has
 a 95 % bootstrap interval; ratios are to torch's, round by round, of the slowest rank. With more
 ranks than cores, the CPU time of a rank shows what a step takes if each rank has a core.
@@ -54,7 +54,7 @@ def main() -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.optimizers", __doc__)
     add_common_options(parser, ["transformer"], ON_CPU)
-    parser.add_argument("--steps", type=int, help="training steps (default: 300; 30 if quick)")
+    parser.add_argument("--steps", type=int, help="training steps (default: 300; 30 with --quick)")
     options = parse_sweep(parser, arguments, quick="gloo", full="the same model")
     if options.quick and options.backend == list(ON_CPU):
         options.backend = ["gloo"]

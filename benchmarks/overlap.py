@@ -70,7 +70,9 @@ def main() -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.overlap", __doc__)
     add_common_options(parser)
-    parser.add_argument("--cap", type=float, nargs="+", metavar="MB", help="default: 1 4 12 25 64")
+    parser.add_argument(
+        "--cap", type=float, nargs="+", metavar="MB", help="bucket caps (default: 1 4 12 25 64)"
+    )
     options = parse_sweep(parser, arguments, quick="mlp, caps 4 and 25", full="nine caps")
     if options.cap is None:
         options.cap = [4.0, 25.0] if options.quick else list(CAPS)

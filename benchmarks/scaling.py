@@ -116,7 +116,7 @@ def main() -> int:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.scaling", __doc__)
     parser.add_argument(
-        "--backend", nargs="+", choices=("gloo", "mpi"), help="(default: gloo and mpi)"
+        "--backend", nargs="+", choices=("gloo", "mpi"), help="default: gloo and mpi"
     )
     parser.add_argument("--nproc", type=int, nargs="+", help="ranks (default: 1 2 4 8)")
     parser.add_argument("--rounds", type=int, help="timed steps of each contender (default: 8)")

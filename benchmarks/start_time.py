@@ -33,7 +33,7 @@ _TRAIN = ["-m", "ddp_from_scratch", "--epochs", "1", "--quiet"]
 def main() -> int:
     parser = make_parser("benchmarks.start_time", __doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 8, 16], metavar="N")
-    parser.add_argument("--rounds", type=int, default=5, help="of all commands (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of all commands (default: 5)")
     options = parser.parse_args()
     if options.rounds < 1 or not all(1 <= ranks <= MOST_HERE for ranks in options.ranks):
         raise UsageError(f"--rounds must be 1 or more, and --ranks 1 to {MOST_HERE}")

@@ -1,7 +1,7 @@
 """python -m benchmarks.survive: kills ranks of a run at random moments, and compares the bits.
 
 Examples:
-    python -m benchmarks.survive                          20 kills of 4 ranks, and torchrun beside
+    python -m benchmarks.survive                          20 kills of 4 ranks, also under torchrun
     python -m benchmarks.survive --kills 5 --no-torchrun  a drill of half a minute
     python -m benchmarks.survive --kills 5 --every 8 --epochs 300    the picture: some minutes
     python -m benchmarks.survive --kills 300 --epochs 2000 --no-torchrun    a soak
@@ -129,17 +129,17 @@ def main() -> int:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.survive", __doc__)
-    parser.add_argument("--kills", type=int, default=20, help="(default: 20)")
+    parser.add_argument("--kills", type=int, default=20, help="kills (default: 20)")
     parser.add_argument(
         "--every",
         type=float,
         default=1.5,
-        help="seconds between two kills, at the mean; within 2 a rank still joins (default: 1.5)",
+        help="mean seconds between two kills; a rank takes up to 2 to join (default: 1.5)",
     )
     parser.add_argument("--nproc", type=int, default=4, help="ranks (default: 4)")
-    parser.add_argument("--virtual-ranks", type=int, default=8, help="(default: 8)")
-    parser.add_argument("--epochs", type=int, default=150, help="(default: 150)")
-    parser.add_argument("--seed", type=int, default=0, help="of the kills (default: 0)")
+    parser.add_argument("--virtual-ranks", type=int, default=8, help="default: 8")
+    parser.add_argument("--epochs", type=int, default=150, help="default: 150")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random kills (default: 0)")
     parser.add_argument(
         "--no-torchrun", dest="torchrun", action="store_false", help="leave torchrun out"
     )

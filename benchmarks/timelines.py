@@ -64,9 +64,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--place", nargs="+", choices=PLACES, default=list(PLACES), help="default: all"
     )
     parser.add_argument("--model", choices=WORKLOADS, default="resnet18", metavar="M")
-    parser.add_argument("--steps", type=int, default=25, help="of each Reducer (default: 25)")
+    parser.add_argument("--steps", type=int, default=25, help="steps of each Reducer (default: 25)")
     parser.add_argument(
-        "--cap", type=float, default=4.0, metavar="MB", help="of smaller buckets (default: 4)"
+        "--cap",
+        type=float,
+        default=4.0,
+        metavar="MB",
+        help="cap of the smaller buckets (default: 4)",
     )
     # `start` passes these to the ranks of every benchmark.
     parser.add_argument("--backend", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""python -m benchmarks.two_hosts: times a step across a slow wire, beside the wire's own limit.
+"""python -m benchmarks.two_hosts: times a step across a slow wire; compares the wire's limit.
 
 Examples:
     sudo python -m benchmarks.two_hosts              1 Gbit/s, gloo and mpi, 2 and 4 ranks
@@ -95,14 +95,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("benchmarks.two_hosts", __doc__)
     text = "the wire's speed in Gbit/s, each way (default: 1)"
     parser.add_argument("--gbit", type=float, nargs="+", help=text)
-    text = "(default: gloo and mpi)"
+    text = "default: gloo and mpi"
     parser.add_argument("--backend", nargs="+", choices=("gloo", "mpi"), help=text)
-    text = "on both hosts together (default: 2 and 4)"
+    text = "ranks on both hosts together (default: 2 and 4)"
     parser.add_argument("--ranks", type=int, nargs="+", help=text)
     parser.add_argument("--model", choices=("resnet18", "mlp"), default="resnet18")
     text = "timed steps of each contender (default: 15 at 1 Gbit/s)"
     parser.add_argument("--rounds", type=int, help=text)
-    text = "buckets of so many MiB, beside the defaults of 1 and 25 (default: 1)"
+    text = "further caps, besides the defaults of 1 and 25 (default: 1)"
     parser.add_argument("--cap", type=float, nargs="+", default=[1.0], metavar="MB", help=text)
     sweep = parser.add_mutually_exclusive_group()
     sweep.add_argument("--quick", action="store_true", help="gloo, 2 ranks, 5 rounds, 1 Gbit/s")

@@ -8,7 +8,7 @@ Examples:
 In each place two ranks on gloo record the times of a model's layers, both at once and without
 communication. They measure an all-reduce of 4 KiB and one of 16 MiB, which gives the latency and
 the bandwidth. Then they time steps with several bucket caps, with and without overlap. Each row of
-the table is one of these, beside what `ddp_from_scratch/bench/step_model.py` predicts.
+the table has one of these and what `ddp_from_scratch/bench/step_model.py` predicts.
 
 Places are `memory` (one machine, shared memory), `messages` (the same without it) and `1-gbit`:
 two hosts, network namespaces with a wire of 1 Gbit/s. They share the cores of this machine.

@@ -1,4 +1,4 @@
-"""Synchronous data-parallel SGD over torch.distributed, written to be read.
+"""Synchronous data-parallel training for PyTorch, built from scratch on torch.distributed.
 
     import torch
     import ddp_from_scratch as ddp

@@ -77,7 +77,7 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "mpi"])
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=128, help="points of a rank in a step")
+    parser.add_argument("--batch", type=int, default=128, help="points for each rank in a step")
     train(parser.parse_args())
 
 

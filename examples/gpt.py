@@ -134,9 +134,11 @@ def main() -> None:
     )
     parser.add_argument("--backend", default="gloo", choices=["gloo", "nccl", "mpi"])
     parser.add_argument("--optimizer", default="adamw", choices=["sgd", "adamw", "muon"])
-    parser.add_argument("--text", type=Path, help="default: Python's documentation")
+    parser.add_argument(
+        "--text", type=Path, help="file to learn from (default: Python's documentation)"
+    )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=16, help="texts of a rank in a step")
+    parser.add_argument("--batch", type=int, default=16, help="texts for each rank in a step")
     parser.add_argument("--length", type=int, default=64, help="letters of a text")
     parser.add_argument("--write", type=int, default=200, help="letters that it writes at the end")
     train(parser.parse_args())

@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="folder that holds CIFAR-10")
     parser.add_argument("--images", type=int, default=512, help="how many to make up without it")
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=32, help="images of a rank in a step")
+    parser.add_argument("--batch", type=int, default=32, help="images for each rank in a step")
     train(parser.parse_args())
 
 

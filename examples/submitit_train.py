@@ -51,9 +51,9 @@ def main() -> None:
     )
     parser.add_argument("--cluster", choices=["local", "slurm"], default="local")
     parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=2, help="on each node")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks on each node")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--folder", default="runs/submitit", help="of the job's logs")
+    parser.add_argument("--folder", default="runs/submitit", help="folder for the job's logs")
     options = parser.parse_args()
     executor = submitit.AutoExecutor(folder=options.folder, cluster=options.cluster)
     executor.update_parameters(

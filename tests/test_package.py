@@ -72,7 +72,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 NEED_NO_TORCH = ["ddp_from_scratch", "run", "tutorial", "tutorial.samples"]
-NEED_NO_TORCH += ["benchmarks.start_time"]
+NEED_NO_TORCH += ["ddp_from_scratch.bench", "benchmarks.start_time"]
 
 
 @pytest.mark.program

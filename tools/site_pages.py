@@ -126,6 +126,8 @@ def pages() -> dict[str, str]:
         title = name if name.startswith("tutorial") else name.removeprefix("ddp_from_scratch/")
         code = (ROOT / name).read_text()
         texts[f"{name}.md"] = f"{ASIDE}# {title}\n\n```python\n{code}```\n"
+    for name in CHAPTERS:  # the site has such links below each page
+        texts[name] = re.sub(r"\n(Back|Next): (?s:.*)\Z", "", texts[name])
     readme = texts["README.md"]
     texts |= {"index.md": _landing(readme), "README.md": readme.replace(TITLE, "# Overview", 1)}
     return {name: _with_links(name, text, texts) for name, text in texts.items()}

@@ -47,62 +47,34 @@ gradient is ready (with --backend nccl on the GPU), and writes one page that wor
 you choose bucket cap, ranks, wire and cores, guess what a step costs, and see what a model of the
 step says, and the memory of a rank.
 
-Run nothing else meanwhile. Otherwise the table says so, and gives no verdict.
+Run nothing else at the same time. Otherwise the table says so, and gives no verdict.
 """
 
 import argparse
-import importlib.util
-import json
 import math
-import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from ddp_from_scratch.bench import layouts, what_if
-from ddp_from_scratch.bench.contenders import CONTENDERS, OPTIMIZERS
-from ddp_from_scratch.bench.results import Run, Samples, compact_json, kind, save, table, verdict
-from ddp_from_scratch.bench.timing import WAYS, BenchmarkJob, Content, default_ranks, measure, show
-from ddp_from_scratch.bench.workloads import WORKLOADS, workload
-from ddp_from_scratch.common.errors import UsageError, one_line
-from ddp_from_scratch.launch import environment
+from ddp_from_scratch.bench.names import CONTENDERS, MODELS, OPTIMIZERS, WAYS
+from ddp_from_scratch.common.errors import UsageError
 from ddp_from_scratch.launch.rank_process import run_to_exit
 
-Draw = Callable[[BenchmarkJob, Run, Path], None]
+if TYPE_CHECKING:
+    from ddp_from_scratch.bench.run import Draw
 
 
 def main(
     arguments: list[str],
     program: str = "python -m ddp_from_scratch.bench",
     results: Path | None = None,
-    draw: Draw | None = None,
+    draw: "Draw | None" = None,
 ) -> int:
     """Runs the program, named `program` in --help. `draw` draws a job, run in its first way."""
     options = parse(arguments, program, results)
-    if options.job is not None:
-        content = measure(BenchmarkJob(**json.loads(options.job.read_text())))
-        if content is not None:
-            options.into.write_text(compact_json(content))
-        return 0
-    if environment.launcher() != "none":
-        return _under_launcher(options)
-    for name in options.model:
-        workload(name).check()  # reports a mistake before the first job runs
-    if options.layouts:
-        return _compare_layouts(options)
-    if options.what_if is not None:
-        return _write_what_if(options)
-    for nproc, name in product(options.nproc, options.model):
-        job = _job(options, name, nproc)
-        ways = [replace(job, way=way) for way in options.way]
-        runs = [report(own, WAYS[own.way][0](own), options.results) for own in ways]
-        if draw is not None:
-            draw(job, runs[0], options.results)
-    return 0
+    from ddp_from_scratch.bench.run import run  # only now, since it imports torch
+
+    return run(options, draw)
 
 
 def parse(arguments: list[str], program: str, results: Path | None = None) -> argparse.Namespace:
@@ -112,24 +84,24 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
         description=(__doc__ or "").format(program=program),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, ranks, backends = parser.add_argument, default_ranks(), _default_backends()
-    names = [spec.name for spec in CONTENDERS[1:]]
-    models = f"{', '.join(WORKLOADS)}, any classifier of torchvision, or FILE.py:FUNCTION"
+    add = parser.add_argument
+    models = f"{', '.join(MODELS)}, any classifier of torchvision, or FILE.py:FUNCTION"
     add("--model", nargs="+", default=["mlp"], metavar="M", help=f"{models} (default: mlp)")
-    text = f"backends in one table (default here: {' '.join(backends)})"
-    add("--backend", nargs="+", choices=("gloo", "mpi", "nccl"), default=backends, help=text)
-    text = f"ranks (default: {ranks})"
+    text = "backends in one table (default: nccl with a GPU; without one gloo, and mpi if mpirun "
+    text += "and mpi4py are installed)"
+    add("--backend", nargs="+", choices=("gloo", "mpi", "nccl"), help=text)
+    text = "ranks (default: 2, or 1 with a single GPU)"
     add("--nproc", type=int, nargs="+", metavar="N", help=text)
     add("--threads", type=int, metavar="N", help="threads of a rank (default: 1)")
     add("--layouts", action="store_true", help="compare ranks x threads on all cores")
-    text = "write a page that asks what a step would cost with other settings"
+    text = "write a page that computes what a step would cost with other settings"
     add("--what-if", type=Path, metavar="FILE", help=text)
     add("--optimizer", choices=OPTIMIZERS, default="sgd", help="default: sgd")
     text = "how contenders run (default: interleaved)"
     add("--way", nargs="+", choices=WAYS, default=["interleaved"], help=text)
     text = "contenders besides torch's DDP on gloo and no communication (default: all), of: "
-    text += "; ".join(names)
-    add("--contender", nargs="+", choices=names, metavar="NAME", help=text)
+    text += "; ".join(CONTENDERS)
+    add("--contender", nargs="+", choices=CONTENDERS, metavar="NAME", help=text)
     text = 'seconds of steps for each table, after warm-up; "alone" takes at least 2 for each row '
     add("--seconds", type=float, default=15.0, metavar="S", help=text + "(default: 15)")
     add("--rounds", type=int, metavar="N", help="steps of each contender, instead of --seconds")
@@ -140,16 +112,17 @@ def parse(arguments: list[str], program: str, results: Path | None = None) -> ar
     options = parser.parse_args(arguments)
     _check_layouts(options)
     _check_what_if(options, parser)
-    options.nproc = options.nproc or [ranks]
     options.threads = 1 if options.threads is None else options.threads
     if not 0 < options.seconds < math.inf:
         raise UsageError(f"--seconds must be more than 0, got {options.seconds:g}")
     if options.rounds is not None and options.rounds < 2:
         raise UsageError(f"--rounds must be 2 or more, got {options.rounds}")
-    for option, least in {"--nproc": min(options.nproc), "--threads": options.threads}.items():
+    least_ranks = min(options.nproc or [1])
+    for option, least in {"--nproc": least_ranks, "--threads": options.threads}.items():
         if least < 1:
             raise UsageError(f"{option} must be 1 or more, got {least}")
-    if "nccl" in options.backend and len(set(options.backend)) > 1:
+    backends = set(options.backend or ())
+    if "nccl" in backends and len(backends) > 1:
         raise UsageError(f"--backend nccl has a table of its own, got {' '.join(options.backend)}")
     return options
 
@@ -160,12 +133,12 @@ def _check_layouts(options: argparse.Namespace) -> None:
     for name in ("nproc", "threads"):
         if getattr(options, name) is not None:
             raise UsageError(f"--layouts chooses --{name}: leave it out")
-    if "nccl" in options.backend or len(options.way) > 1:
+    if "nccl" in (options.backend or ()) or len(options.way) > 1:
         raise UsageError("--layouts is for gloo and mpi, in one --way")
-    if options.contender and "ours" not in map(kind, options.contender):
+    if options.contender and all(name.startswith("torch") for name in options.contender):
         raise UsageError(
             f"--layouts compares torch's DDP with this library: add one of its contenders, as "
-            f"{layouts.COMPARED[-1]!r}, got --contender {' '.join(map(repr, options.contender))}"
+            f"'ddp.SGD', got --contender {' '.join(map(repr, options.contender))}"
         )
 
 
@@ -179,79 +152,6 @@ def _check_what_if(options: argparse.Namespace, parser: argparse.ArgumentParser)
             )
     if not options.what_if.parent.is_dir() or options.what_if.is_dir():
         raise UsageError(f"--what-if must name a file in an existing folder, got {options.what_if}")
-
-
-def _default_backends() -> list[str]:
-    from ddp_from_scratch.common import gpu
-
-    if gpu.count():
-        return ["nccl"]
-    mpirun = shutil.which("mpirun") or (Path(sys.executable).parent / "mpirun").exists()
-    return ["gloo", "mpi"] if mpirun and importlib.util.find_spec("mpi4py") else ["gloo"]
-
-
-def _job(options: argparse.Namespace, model: str, nproc: int) -> BenchmarkJob:
-    backends, chosen = list(dict.fromkeys(options.backend)), options.contender
-    shows = sys.stderr.isatty()
-    return BenchmarkJob(
-        *(model, backends, nproc, options.optimizer, chosen, options.seconds, options.rounds),
-        threads=options.threads,
-        shows=shows,
-    )
-
-
-def _compare_layouts(options: argparse.Namespace) -> int:
-    for name in options.model:
-        job = replace(_job(options, name, 1), way=options.way[0])
-        job = replace(job, chosen=options.contender or layouts.COMPARED)
-        print(f"\n{layouts.compare(job, WAYS[job.way][0], options.results)}", flush=True)
-    return 0
-
-
-def _write_what_if(options: argparse.Namespace) -> int:
-    device = torch.device("cuda" if options.backend == ["nccl"] else "cpu")
-    optimizers, steps = OPTIMIZERS[options.optimizer], options.rounds or 10
-    models, shows = [], sys.stderr.isatty()
-    for name in options.model:
-        if shows:
-            show(f"recording {name}")
-        models.append(what_if.record(workload(name), device, optimizers, steps, options.threads))
-    if shows:
-        show("")
-    try:
-        options.what_if.write_text(what_if.as_html(models), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot write {options.what_if}: {one_line(error)}") from error
-    print(f"{options.what_if}: open it in a browser", flush=True)
-    return 0
-
-
-def report(job: BenchmarkJob, content: Content, results: Path | None) -> Run:
-    """Prints the results of a job, and writes them to the folder `results` if there is one."""
-    samples = [Samples(**sample) for sample in content["samples"]]
-    run = Run(samples, job.way != "alone", content.get("disturbed"))
-    counts = sorted({len(s.milliseconds) for s in samples})
-    steps = f"{counts[0]} steps" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} steps"
-    print(f"\n{content['title']}; {WAYS[job.way][1]}, {steps} each\n{table(run)}")
-    print(verdict(run), flush=True)
-    if results is not None:
-        save(job.file_name, content, results)
-    return run
-
-
-def _under_launcher(options: argparse.Namespace) -> int:
-    """Runs this rank's part of one table, under torchrun, srun or mpirun."""
-    if options.layouts or options.what_if is not None:
-        name = "layouts" if options.layouts else "what-if"
-        raise UsageError(f"--{name} starts what it measures itself: leave the launcher out")
-    if len(options.model) > 1 or options.way != ["interleaved"] or len(options.backend) > 1:
-        raise UsageError("under a launcher give one --model, one --backend and no --way")
-    job = _job(options, options.model[0], environment.started() or 1)
-    content = measure(job)
-    if content is not None:
-        # Through JSON, like the results that ranks pass to their parent.
-        report(job, json.loads(compact_json(content)), options.results)
-    return 0
 
 
 if __name__ == "__main__":

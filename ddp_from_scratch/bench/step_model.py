@@ -167,6 +167,9 @@ def memory(
 ) -> Memory:
     """Returns what a `Reducer` and a flat optimizer allocate for a float32 model.
 
+    A single rank averages nothing: gradients, parameters and state stay where autograd and the
+    optimizer have put them, and buckets are not used.
+
     Args:
         layers: of the model.
         caps: of buckets, in bytes.
@@ -178,7 +181,7 @@ def memory(
     numels = [gradient.nbytes // ITEM for gradient in layers.gradients]
     plain = sum(numels)
     buckets = sum(numel + ALIGNMENT for numel in numels)
-    outside = 0 if views or shard else plain
+    outside = 0 if ranks > 1 and (views or shard) else plain
     steps = len(numels) if states == 2 else 0  # Adam counts the steps of each parameter
     line = CACHE_LINE // ITEM
     flats = [
@@ -186,7 +189,7 @@ def memory(
         for members in buckets_of(layers, caps)
     ]
     parameters, own = float(sum(flats)), float(sum(flats))
-    if shard == "":
+    if shard == "" or ranks == 1:
         parameters = own = plain
     elif shard == "node":
         parameters, own = parameters / ranks, own / ranks

@@ -53,13 +53,15 @@ class Hooks:
             for parameter, hook in zip(parameters, self._grad_hooks, strict=True)
         ]
         _ours.update(handle.id for handle in self.handles)
+        # Each parameter's hooks by number, in the order in which autograd calls them.
+        self._tables = [handle.hooks_dict_ref() or {} for handle in self.handles]
+        self._known = sum(map(len, self._tables))  # how many hooks there are
         # Parameters whose gradient autograd has just left undefined; only those with hooks of the
         # program's that run before ours, which may have cleared it instead.
         self._undefined = set[int]()
-        for index, node in enumerate(self.nodes):
+        for index in range(len(self.nodes)):
             if self._has_foreign(index, before_ours=True):
-                note = partial(_note_undefined, self._undefined, index)
-                self.handles.append(node.register_prehook(note))
+                self._note_undefined(index)
         # Module hooks run only if the program calls the whole module; this check always runs.
         self.ids: frozenset[int] = frozenset(map(id, parameters))
         self.per_bucket: bool = False  # True if autograd does not call for every gradient
@@ -68,6 +70,30 @@ class Hooks:
         _hooked[id(reducer)] = reducer
         # The parameters may outlive the Reducer, but their hooks must not.
         weakref.finalize(self, _remove_all, self.handles)
+
+    def _note_undefined(self, index: int) -> None:
+        note = partial(_note_undefined, self._undefined, index)
+        self.handles.append(self.nodes[index].register_prehook(note))
+
+    def keep_last(self) -> set[int]:
+        """Has autograd call our hooks after those that the program has registered meanwhile.
+
+        These may change gradients, as torch's DDP allows. Returns the indices of their parameters:
+        if autograd is calling the hooks of one now, the others still come after ours this time.
+        """
+        known, self._known = self._known, sum(map(len, self._tables))
+        late = set[int]()
+        if self._known == known:
+            return late
+        for index, table in enumerate(self._tables):
+            number = self.handles[index].id
+            keys = [*table]
+            if number in table and not _ours.issuperset(keys[keys.index(number) :]):
+                if not self._has_foreign(index, before_ours=True):
+                    self._note_undefined(index)
+                table[number] = table.pop(number)  # `move_to_end` has no effect on autograd
+                late.add(index)
+        return late
 
     def choose(self, reducer: Any, per_gradient: bool) -> None:
         """Calls `grad_hook` for each gradient, or `bucket_hook` once for a bucket. Idempotent.
@@ -93,13 +119,11 @@ class Hooks:
                 hooks |= {index: partial(setitem, bucket.deferred, index) for index in deferred}
                 hooks[last] = partial(reducer.bucket_hook, self._reducer, last)
                 self.per_bucket |= bool(deferred)
-        for index, (grad_hook, handle) in enumerate(
-            zip(self._grad_hooks, self.handles, strict=False)
-        ):
-            table = handle.hooks_dict_ref()
-            if table is not None and handle.id in table:
+        for index, table in enumerate(self._tables):
+            number = self.handles[index].id
+            if number in table:
                 # In place, because hooks run in the order of registration.
-                table[handle.id] = hooks.get(index, grad_hook)
+                table[number] = hooks.get(index, self._grad_hooks[index])
 
     def was_cleared(self, index: int, deferred: bool) -> bool:
         """True if the program has cleared this `.grad`; False if autograd has left it undefined.
@@ -111,9 +135,8 @@ class Hooks:
         return self._has_foreign(index, before_ours=True) and index not in self._undefined
 
     def _has_foreign(self, index: int, before_ours: bool = False) -> bool:
-        handle = self.handles[index]
-        for key in handle.hooks_dict_ref() or ():
-            if key == handle.id and before_ours:
+        for key in self._tables[index]:
+            if key == self.handles[index].id and before_ours:
                 return False
             if key not in _ours:
                 return True

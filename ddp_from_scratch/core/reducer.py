@@ -241,8 +241,9 @@ class CoreReducer:
             ):
                 self._flush_bucket(bucket)
                 return
-            if self.backward is None or self.backward.number != current_pass():
-                self.begin_pass()
+            begins = self.backward is None or self.backward.number != current_pass()
+            if begins and index in self.begin_pass():
+                return  # deferred until the pass ends
             bucket.deferred.clear()
             bucket.missing.clear()
             self.launch_full_buckets(early=True)
@@ -270,10 +271,10 @@ class CoreReducer:
             self._check_unusual(index, gradient, bucket, deferred)
         # Reentrant checkpoints run passes inside a pass: the outermost's end shows what is unused.
         number, backward = current_pass(), self.backward
-        if number != -1 and (
-            backward is None or (backward.number != number and not self.allows_unused)
-        ):
-            self.begin_pass()
+        begins = backward is None or (backward.number != number and not self.allows_unused)
+        if number != -1 and begins and index in self.begin_pass() and gradient is not None:
+            bucket.deferred[index] = self.parameters[index]
+            return
         if self.ready_order is None:
             self._seen.pop(index, None)  # a second gradient moves it to the later place
             self._seen[index] = None
@@ -308,8 +309,8 @@ class CoreReducer:
         elif self.hooks is not None and self.hooks.was_cleared(index, deferred):
             self.average.error = taken_gradient(self.names[index], self.rank)
 
-    def begin_pass(self) -> None:
-        """Begins the pass that autograd is executing, and has autograd call at its end."""
+    def begin_pass(self) -> set[int]:
+        """Begins the pass that autograd is executing; returns what `Hooks.keep_last` returns."""
         dynamo: Any = sys.modules.get("torch._dynamo.compiled_autograd")
         if dynamo and (dynamo.in_compiled_autograd_region or dynamo.compiled_autograd_enabled):
             raise compiled_autograd()
@@ -319,6 +320,7 @@ class CoreReducer:
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
         for on_begin in self.calls.on_begin:
             on_begin()
+        return self.hooks.keep_last() if self.hooks else set()
 
     def begin_early(self, find_unused: Callable[[], Iterable[int]]) -> None:
         """Begins the pass before its first gradient, and marks what it finds unused.

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import json
 import os
 import re
 import select
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from ddp_from_scratch.common.errors import (
@@ -120,6 +122,7 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     if text:
         colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
         flush(sys.stderr, f"\033[31m{text}\033[0m\n" if colour else f"{text}\n")
+        _tell_torchrun(text)
     flush(sys.stdout)
     flush(sys.stderr)
     if code:
@@ -128,6 +131,16 @@ def run_to_exit(main: Callable[[], int]) -> NoReturn:
     if environment.launcher() != "none" and "mpi4py" not in sys.modules:
         _end()
     sys.exit(0)
+
+
+def _tell_torchrun(text: str) -> None:
+    """Writes the cause to the file from which torchrun's report takes it, which comes last."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is None:
+        return
+    last = {"message": text.splitlines()[-1], "extraInfo": {"timestamp": str(int(time.time()))}}
+    with suppress(OSError):
+        Path(file).write_text(json.dumps({"message": last}))
 
 
 def _report_of(error: Exception) -> str:

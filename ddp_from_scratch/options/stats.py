@@ -75,7 +75,7 @@ class ReducerStats:
         end = ", compiled as a whole: gradients arrive at the end of backward" * self.compiled
         return (
             f"{self.parameters} parameters in {len(sizes)} {noun} of {shown}{more} MiB, "
-            f"overlap={self.overlap}, comm_hook={self.comm_hook}{on}, by {self.transport}{end}"
+            f"overlap={self.overlap}, comm_hook={self.comm_hook}{on}, via {self.transport}{end}"
         )
 
 

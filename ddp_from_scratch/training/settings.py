@@ -140,7 +140,7 @@ class Command:
         "also write all output of each rank to DIR/rank-N.log, and append to an existing file",
         **_FOLDER,
     )
-    checkpoint: Path | None = _kept("checkpoint for test to evaluate", type=Path, metavar="FILE")
+    checkpoint: Path | None = _kept("the checkpoint that test evaluates", type=Path, metavar="FILE")
 
     def __post_init__(self) -> None:
         if self.command not in ("train", "test"):
@@ -157,8 +157,8 @@ class Settings:
     )
     elastic: bool = _processes(
         "survive lost ranks and machines: continue with the others, and replace lost ranks. For "
-        "gloo, without a launcher. The batch is divided into virtual ranks, at least one for each "
-        "rank, and as many as a power of two",
+        "gloo, without a launcher. The batch is divided into virtual ranks: a power of two, and at "
+        "least one for each rank",
         False,
     )
     max_restarts: int | None = _processes(

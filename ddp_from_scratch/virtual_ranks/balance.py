@@ -88,7 +88,7 @@ class Balance(Tracer):
         self.counts = best
         if self._reducer().rank == 0:
             logger.info(
-                f"virtual ranks are dealt by speed: {self}; the last rank computes for "
+                f"virtual ranks are assigned by speed: {self}; the last rank computes for "
                 f"{1e3 * after:.3g} ms a step, {1e3 * before:.3g} ms before"
             )
 

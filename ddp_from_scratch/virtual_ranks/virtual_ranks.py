@@ -273,7 +273,7 @@ class VirtualRanks(Observer):
             self._before[0].restore()
 
     def __str__(self) -> str:
-        deal = "" if self.balance is None else f" dealt by speed ({self.balance})"
+        deal = "" if self.balance is None else f" assigned by speed ({self.balance})"
         return f"{self.count} virtual ranks{deal}"
 
     # As an observer -------------------------------------------------------------------------------

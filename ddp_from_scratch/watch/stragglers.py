@@ -81,7 +81,7 @@ class StragglerReport:
 def compare(seconds: torch.Tensor, last: int, only: tuple[Phase, ...] = WORK) -> StragglerReport:
     """Finds the rank that the others wait for, from seconds of shape (ranks, steps, `PHASES`).
 
-    All ranks leave an average together, so the rank that then works longest is last; no clocks are
+    Ranks leave an average together, so the slowest one is last at the next; no clocks are
     compared. A rank without work in some step (`join()`) is left out, unless all are. `last` is the
     number of averages so far. Phases but `only` contain waits for peers.
     """

@@ -54,7 +54,7 @@ def test_where_nothing_is_shared(world):
     before = model.bias.clone()
     optimizer.backward_and_step(model(torch.ones(1, 2)).sum())
     assert torch.equal(model.bias, before - 1)
-    assert "by gloo" in repr(reducer)
+    assert "via gloo" in repr(reducer)
     group = group_over(world, [1] * world.world_size)
     assert shared_memory_group(group) is group
 

@@ -165,6 +165,6 @@ def test_a_group_is_split_as_gloos_is(world):
     first = torch.tensor([r])
     dist.broadcast(first, group=turned, group_src=0)  # by gloo on node
     assert first.item() == n - 1
-    assert "by shared memory" in repr(ddp.Reducer(torch.nn.Linear(2, 2), turned))
+    assert "via shared memory" in repr(ddp.Reducer(torch.nn.Linear(2, 2), turned))
     with pytest.raises(TypeError, match="does not support shrinking"):
         dist.shrink_group([0] if r else [1], turned)

@@ -4,11 +4,12 @@ import re
 
 import torch
 
-from ddp_from_scratch.bench import layouts
+from ddp_from_scratch.bench import contenders, layouts, names, timing
+from ddp_from_scratch.bench import run as program
 from ddp_from_scratch.bench.__main__ import parse
 from ddp_from_scratch.bench.contenders import NO_COMMUNICATION
 from ddp_from_scratch.bench.results import Run, Samples, verdict
-from ddp_from_scratch.bench.workloads import Workload, workload
+from ddp_from_scratch.bench.workloads import WORKLOADS, Workload, workload
 from tests.support.refusal import refusal
 
 VIEWS = "torch DDP on gloo, views"
@@ -134,3 +135,27 @@ def test_what_layouts_choose_cannot_be_given():
     chosen = ["--layouts", "--contender", "torch DDP, views"]
     assert "this library: add one of its contenders, as 'ddp.SGD'" in refusal(parse, chosen, "b")
     assert parse(["--threads", "3"], "bench").threads == 3
+
+
+NEWER = {
+    "torch DDP, batched copies",
+    "torch DDP, tapering buckets",
+}  # need options of torch's class
+
+
+def test_the_command_line_offers_what_there_is():
+    assert tuple(WORKLOADS) == names.MODELS
+    assert tuple(contenders.OPTIMIZERS) == names.OPTIMIZERS
+    assert tuple(timing.WAYS) == names.WAYS
+    there = [spec.name for spec in contenders.CONTENDERS if spec.name != NO_COMMUNICATION]
+    assert there == [name for name in names.CONTENDERS if name in there]
+    assert set(names.CONTENDERS) - set(there) <= NEWER
+
+
+def test_a_contender_that_this_torch_lacks_is_refused(monkeypatch):
+    monkeypatch.setattr(program, "CONTENDERS", contenders.CONTENDERS[:3])
+    chosen = parse(["--contender", "torch DDP, tapering buckets"], "bench")
+    told = refusal(program.run, chosen)
+    assert re.fullmatch(
+        r"--contender 'torch DDP, tapering buckets' needs a newer torch than \S+", told
+    )

@@ -194,13 +194,19 @@ def allocated(tensors):
     return sum(found.values())
 
 
+@pytest.mark.usefixtures("alone")
+def test_memory_of_one_rank_is_what_the_library_allocates():
+    for shard, kind in product(("", "none", "node", "world"), ("sgd", "momentum", "adam")):
+        check_memory(1, 0, shard, kind)
+
+
 @on("gloo-2")
 def test_memory_is_what_the_library_allocates(world):
     for shard, kind in product(("", "none", "node", "world"), ("sgd", "momentum", "adam")):
-        check_memory(world, shard, kind)
+        check_memory(2, world.rank, shard, kind)
 
 
-def check_memory(world, shard, kind):
+def check_memory(ranks, rank, shard, kind):
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(300, 101), torch.nn.Linear(101, 300)])
     views = shard == "" and kind != "adam"
@@ -218,15 +224,15 @@ def check_memory(world, shard, kind):
     names = chain(*reducer.buckets)
     gradients = [Gradient(model.get_parameter(name).nbytes, 0.0) for name in names]
     described = Layers("", 0.0, 0.0, 0.0, gradients, 1.0, 1.0)
-    expected = memory(described, bucket_caps(0.1), 2, shard, states, views)
+    expected = memory(described, bucket_caps(0.1), ranks, shard, states, views)
     parameters = list(model.parameters())
     state = list(chain(*(values.values() for values in optimizer.state.values())))
     flats = [bucket.flat for bucket in reducer.core.flat_buckets]
-    outside = [] if views or shard else [p.grad for p in parameters]
+    outside = [] if ranks > 1 and (views or shard) else [p.grad for p in parameters]
     shared = [value for value in state if shard == "node" and value.dim()]
     own = allocated(value for value in state if shard != "node" or not value.dim())
-    parts = 2 if shard == "node" else 1  # the ranks of a machine have one copy
+    parts = ranks if shard == "node" else 1  # the ranks of a machine have one copy
     found = allocated(parameters) / parts, allocated(outside), allocated(flats)
     assert found == expected[:3], (shard, kind)
-    if world.rank == 0:  # the last rank's shares may be smaller
+    if rank == 0:  # the last rank's shares may be smaller
         assert own + allocated(shared) / parts == expected.state, (shard, kind)

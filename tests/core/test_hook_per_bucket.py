@@ -172,7 +172,7 @@ def test_what_is_noted_is_forgotten_by_an_abort_and_counts_before_no_sync(world)
 
 
 @on("gloo-2")
-def test_hooks_keep_their_place_among_those_of_the_program(world):
+def test_hooks_of_the_program_come_first_after_a_change_of_layout(world):
     model, seen = Layers(), []
     reducer = ddp.Reducer(model)
     once(model, 0, world.rank)
@@ -181,8 +181,62 @@ def test_hooks_keep_their_place_among_those_of_the_program(world):
     reducer.core.caps = [1, 2**20]
     reducer.core.lay_out()
     once(model, 1, world.rank)
-    # Registered later, called later: every bucket has been launched.
-    assert seen == [len(reducer.core.all_buckets)]
+    assert seen == [len(reducer.core.all_buckets) - 1]  # its own is not launched yet
+
+
+def scale(parameter, factor):
+    parameter.grad.mul_(factor)
+
+
+def replace(parameter, factor):
+    parameter.grad = parameter.grad * factor
+
+
+@pytest.mark.parametrize("change", [scale, replace])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("which", ["all", "the first", "the last"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, SEVERAL, {"bucket_cap_mb": 0}, {"find_unused_parameters": True}, {"overlap": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("view", [False, True], ids=["copy", "view"])
+@on("gloo-2")
+def test_hooks_registered_later_change_what_is_averaged(world, change, steps, which, options, view):
+    """As in torch's DDP; in the very pass after their registration, and in every later one."""
+    model, alone = Layers(), Layers()
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=view, **options)
+    for step in range(steps):
+        once(model, step, world.rank)
+        model.zero_grad()
+    names = reducer.ready_order or [*reversed(reducer.core.names)]
+    names = {"all": names, "the first": names[:1], "the last": names[-1:]}[which]
+    for name in names:
+        model.get_parameter(name).register_post_accumulate_grad_hook(
+            partial(change, factor=world.rank + 2.0)
+        )
+    for step in range(steps, steps + 2):
+        expected = {name: torch.zeros_like(p) for name, p in alone.named_parameters()}
+        for rank in range(2):
+            alone.zero_grad()
+            once(alone, step, rank)
+            for name, parameter in alone.named_parameters():
+                expected[name] += parameter.grad * ((rank + 2) / 2 if name in names else 0.5)
+        once(model, step, world.rank)
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], msg=f"{step} {name}")
+        model.zero_grad()
+
+
+@on("gloo-2")
+def test_a_hook_registered_later_sees_a_large_gradient(world):
+    model, seen = nn.Linear(300, 300), []
+    reducer = ddp.Reducer(model, gradient_as_bucket_view=True)
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+    for _ in range(3):
+        model(torch.ones(1, 300)).sum().backward()
+    assert seen == [True] * 3
+    reducer.remove()
 
 
 @on("gloo-2")

@@ -55,6 +55,10 @@ def _short(default):
     return f"{default:g}" if isinstance(default, float) else repr(default)
 
 
+def test_every_page_begins_with_its_title():
+    assert [name for name, text in TEXT.items() if not text.startswith("# ")] == []
+
+
 def test_signatures_in_the_table_are_those_of_the_code():
     shown = re.findall(r"^\| \[`(\w+)\((.*?)\)`\]", REFERENCE, re.MULTILINE)
     assert {"process_group", "Reducer", "check_sync", "SGD"} <= {name for name, _ in shown}
@@ -158,7 +162,7 @@ def test_the_files_that_the_glossary_names_have_its_words():
 
 
 def test_every_test_named_is_there():
-    named = set(re.findall(r"`(test_\w+)`", section(REFERENCE, "Features beside others")))
+    named = set(re.findall(r"`(test_\w+)`", section(REFERENCE, "Comparison with other libraries")))
     there = source_of(ROOT / "tests")
     assert len(named) > 20
     assert {name for name in named if f"def {name}(" not in there} == set()

@@ -253,7 +253,7 @@ def test_settings_that_change_on_all_ranks_cost_nothing(world, memory):
     twin, plain, beside = divided(world, "SGD", memory, shard="none")
     twin.load_state_dict(model.state_dict())
     compared = patch.object(shards, "gather_objects", side_effect=AssertionError)
-    # A bucket of its own message, and one with which the checksum travels.
+    # A bucket of its own message, and one that carries the checksum.
     for worth in (0, shards._MAX_CARRIED_NBYTES):
         with compared, patch.object(shards, "_MAX_CARRIED_NBYTES", worth):
             for step in range(3):

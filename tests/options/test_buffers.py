@@ -153,7 +153,7 @@ def test_buffers_that_differ_between_ranks_are_named_on_all(world):
     for change, text in differing():
         for odd, later, large in ((0, 0, False), (1, 1, False), (0, 1, True), (1, 0, True)):
             model = Cached()
-            if large:  # the flag then travels apart
+            if large:  # the flag then goes by itself
                 model.register_buffer("large", torch.arange(2**16) + world.rank)
             reducer = Reducer(model, sync_buffers=True)
             for _ in range(later):

@@ -162,7 +162,7 @@ def test_between_machines_their_means_are_compressed(world, sizes):
     for model, state in zip(models, states, strict=True):
         reducer = Reducer(model, state.process_group)
         reducer.register_comm_hook(state, power_sgd_hook)
-        assert ("by shared memory" in repr(reducer)) == (state is states[0])
+        assert ("via shared memory" in repr(reducer)) == (state is states[0])
     mine = machines(sizes, world.rank)
     for step in range(5):
         each = [drawn(step, r) for r in range(world.world_size)]

@@ -1,4 +1,4 @@
-"""One model on all ranks: the tree, what travels along it, and what is refused before."""
+"""One model on all ranks: the tree, what is sent along it, and what is refused before."""
 
 import math
 import re

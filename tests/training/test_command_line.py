@@ -152,6 +152,8 @@ def test_a_mistake_is_one_line_of_all_ranks(command, code, told, trained, tmp_pa
         assert run.out == ""
         (error,) = (line for line in run.err.splitlines() if line.startswith("error: "))
         assert told in error
+        if words[0] == "torchrun":  # its report, the end of what it prints, has the cause, too
+            assert f"traceback : {error}" in "".join(run.err.splitlines(keepends=True)[-5:])
         if words[0] == "python":
             assert run.err == f"{error}\n"
         assert f'File "{RUN_PY}"' not in run.err  # a traceback of ours

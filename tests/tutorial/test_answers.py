@@ -69,7 +69,7 @@ SHARE, COSTS = share_of_rank_0()
         (7, ", ".join(map(arrives, (16, 8, 4, 2))) + f" and {arrives(1)} ms"),
         (7, f"the message of {on_the_wire(1):.1f} ms"),
         (12, f"2 P + 2 P = {4 * 33.6:.0f} MB. One copy: P + 2 P = {3 * 33.6:.0f} MB"),
-        (13, f"{526_300 * 8 / 1e5:.0f} ms and {0.02 * 526_300 * 8 / 1e5:.1f} ms"),
+        (13, f"{526_300 * 8 / 5e4:.0f} ms and {0.02 * 526_300 * 8 / 5e4:.1f} ms"),
         (13, "in turn {1:.1f} ms, with overlap {2:.1f} ms".format(*step_of_chapter_13(2))),
         (13, f"take {4 * 1022 * 0.02:.1f} ms, and the bytes {1.022e5 / 512 * 8 / 25:.1f} ms"),
         (15, f"{MB:.1f} + {MB:.1f} + 2 * {MB:.1f} = {4 * MB:.1f} MB"),

@@ -1,4 +1,4 @@
-"""Virtual ranks that are dealt by speed: the same bits whatever the deal."""
+"""Virtual ranks that are assigned by speed: the same bits whatever the deal."""
 
 import random
 from itertools import pairwise, product
@@ -103,13 +103,13 @@ def test_a_slow_rank_runs_fewer_virtual_ranks(world):
     clock, model = Clock([0.02, 0.044][world.rank]), nn.Linear(3, 2)
     ddp.broadcast_parameters(model)
     reducer = ddp.Reducer(model, virtual_ranks=16, balance=True)
-    assert repr(reducer).endswith("16 virtual ranks dealt by speed (equal parts so far))")
+    assert repr(reducer).endswith("16 virtual ranks assigned by speed (equal parts so far))")
     with patch.object(balance, "perf_counter", clock), logged() as lines:
         clock.run(reducer, model, 10)
         assert len(reducer.virtual_rank_range) == [11, 5][world.rank]
         text = "rank 0 runs 11 (20 ms each), rank 1 runs 5 (44 ms each)"
-        assert repr(reducer).endswith(f"16 virtual ranks dealt by speed ({text}))")
-        told = f"dealt by speed: {text}; the last rank computes for 220 ms a step, 352 ms before"
+        assert repr(reducer).endswith(f"16 virtual ranks assigned by speed ({text}))")
+        told = f"assigned by speed: {text}; the last rank computes for 220 ms a step, 352 ms before"
         assert lines == [("INFO", f"virtual ranks are {told}")] * (world.rank == 0)
         # Another one is slow now. Its median needs a few steps.
         clock.seconds = [0.02, 0.02][world.rank]

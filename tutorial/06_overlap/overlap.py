@@ -19,7 +19,7 @@ class Overlap:
     """Averages a model's gradients over ranks while backward still runs."""
 
     def __init__(self, model):
-        self.handles, self.travels = [], []
+        self.handles, self.in_flight = [], []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self.launch)
 
@@ -29,7 +29,7 @@ class Overlap:
         handle = dist.all_reduce(parameter.grad, async_op=True)  # does not wait
         self.handles.append((parameter, handle))
         # Only for the picture: records when the sum is complete.
-        handle.get_future().then(lambda _: self.travels.append((begin, perf_counter())))
+        handle.get_future().then(lambda _: self.in_flight.append((begin, perf_counter())))
 
     def wait(self):
         """Waits for all sums that were launched; then every gradient is the mean."""
@@ -69,8 +69,8 @@ def train(overlapped):
         optimizer.step()
         spans = list(zip(("forward", "backward", "wait"), marks, marks[1:], strict=False))
         if overlap:
-            spans += [("in flight", *times) for times in overlap.travels]
-            overlap.travels.clear()
+            spans += [("in flight", *times) for times in overlap.in_flight]
+            overlap.in_flight.clear()
         steps.append([(what, *(1000 * (t - marks[0]) for t in span)) for what, *span in spans])
     steps.sort(key=lambda spans: spans[2][2])
     return steps[STEPS // 2], torch.nn.utils.parameters_to_vector(model.parameters()).detach()

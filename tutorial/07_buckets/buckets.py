@@ -97,7 +97,7 @@ class SlowWire:
 
     def __init__(self, latency, bandwidth):
         self.latency, self.bandwidth = latency / 1e3, bandwidth * 1e9  # of ms, and of GB/s
-        self.thread, self.travels = ThreadPoolExecutor(1), []
+        self.thread, self.in_flight = ThreadPoolExecutor(1), []
 
     def all_reduce(self, tensor, async_op):
         """Returns at once, like `dist.all_reduce`; the handle waits until the wire is through."""
@@ -109,7 +109,7 @@ class SlowWire:
         """Sleeps for as long as the wire takes; a thread that sleeps needs no core."""
         begin = perf_counter()
         sleep(self.latency + size / self.bandwidth)
-        self.travels.append((begin, perf_counter()))
+        self.in_flight.append((begin, perf_counter()))
         handle.set_result(None)
 
 
@@ -153,7 +153,7 @@ def run(latency, bandwidth):
         wrapped = torch.nn.parallel.DistributedDataParallel(theirs, bucket_cap_mb=limit)
         of_torch, expected = train(wrapped, theirs, lambda: None)
         same = parameters.equal(expected)
-        results.append((len(ours.buckets), on_wire, wire.travels, on_gloo, of_torch, same))
+        results.append((len(ours.buckets), on_wire, wire.in_flight, on_gloo, of_torch, same))
     return results
 
 

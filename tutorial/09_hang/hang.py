@@ -104,7 +104,7 @@ def run(title):
     if title == DETAIL:  # as TORCH_DISTRIBUTED_DEBUG=DETAIL does for a whole program
         dist.set_debug_level(dist.DebugLevel.DETAIL)
     group = dist.new_group(backend=backend, timeout=timedelta(seconds=PATIENCE))
-    sampler, printed, error = Sampler(__file__), io.StringIO(), "ends well"
+    sampler, printed, error = Sampler(__file__), io.StringIO(), "exits normally"
     sampler.start()
     try:
         with redirect_stderr(printed):

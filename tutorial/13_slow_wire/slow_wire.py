@@ -14,7 +14,7 @@ from tutorial.options import read_options
 from tutorial.ranks import start
 from tutorial.show.slow_wire import show
 
-WIDTH, BATCH, STEPS, RATE = 256, 64, 150, 2.0
+WIDTH, BATCH, SECONDS, RATE = 256, 64, 2.0, 2.0
 SHARE, RANK = 0.01, 2  # of top-k, and of the matrices of low rank
 
 
@@ -62,8 +62,8 @@ def low_rank(gradient, state):
     return p @ q.t(), p.nbytes + q.nbytes
 
 
-def train(average, keep):
-    """Returns a step's compute time in ms and its bytes, and the loss of each step."""
+def train(average, keep, mbit):
+    """Trains for `SECONDS`; returns a step's bytes and seconds, and the loss after each step."""
     if keep != "nothing":
         average = import_module(f"tutorial.13_slow_wire.{keep}").keep_error(average)
     torch.manual_seed(0)
@@ -73,9 +73,9 @@ def train(average, keep):
     )
     test = torch.randn(512, WIDTH)
     states = {parameter: {} for parameter in model.parameters()}
-    losses, times = [], []
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    losses, times, duration = [], [], torch.zeros(())
+    while len(losses) * duration < SECONDS:
+        generator = torch.Generator().manual_seed(100 * len(losses) + dist.get_rank())
         x = torch.randn(BATCH, WIDTH, generator=generator)
         begin, sent = perf_counter(), 0
         model.zero_grad()
@@ -85,10 +85,12 @@ def train(average, keep):
                 mean, size = average(parameter.grad, state)
                 parameter -= RATE * mean
                 sent += size
-        times.append(1000 * (perf_counter() - begin))
+        times.append(perf_counter() - begin)
+        duration = torch.tensor(median(times) + 8 * sent / (1e6 * mbit))  # of a step, with the wire
+        dist.broadcast(duration, 0)  # so that all ranks stop after the same step
         with torch.no_grad():
             losses.append((model(test) - teacher(test)).square().mean().item())
-    return median(times), sent, losses
+    return sent, duration.item(), losses
 
 
 def main():
@@ -96,11 +98,12 @@ def main():
     options = read_options(
         __doc__,
         nproc=2,
-        mbit=(100.0, "Mbit/s of the wire that is assumed"),
+        mbit=(50.0, "Mbit/s of the wire that is assumed"),
         keep=(["nothing", "exercise", "solution"], "whose keep_error keeps what was not sent"),
     )
     ways = whole, bf16, top_k, low_rank
-    found = {way.__name__: start(train, options.nproc, way, options.keep)[0] for way in ways}
+    arguments = options.keep, options.mbit
+    found = {way.__name__: start(train, options.nproc, way, *arguments)[0] for way in ways}
     show(found, options.nproc, options.mbit, options.picture)
 
 

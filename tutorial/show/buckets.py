@@ -13,14 +13,14 @@ def show(rows, path):
     print("a wire that takes no core; the fastest step")
     print(" cap, MB  buckets  backward ms  exposed ms  together")
     wire, cores, timelines = {}, {}, {}
-    for cap, (buckets, steps, travels, *_) in rows.items():
+    for cap, (buckets, steps, in_flight, *_) in rows.items():
         times, fastest = by_step(steps, 0)  # one that nothing interrupted
         print(f"{name(cap):>8} {buckets:>8} {columns(times)}")
         wire[name(cap)] = times
         if cap in DRAWN:
             begin = fastest[0]
             own = [(what, *span) for what, span in zip(times, pairwise(fastest), strict=True)]
-            sent = [("in flight", *span) for span in travels if span[0] > begin][:buckets]
+            sent = [("in flight", *span) for span in in_flight if span[0] > begin][:buckets]
             spans = {"rank 0": own, "its buckets": sent}
             timelines[f"buckets' cap in MB: {name(cap)}"] = {
                 row: [(what, 1000 * (b - begin), 1000 * (e - begin)) for what, b, e in bars]
