@@ -121,9 +121,9 @@ class Reducer:
             not in the group; or an argument is out of range.
         TypeError: `module` is not a module, `process_group` not a process group, `ignore` a text
             instead of a list of them, or a number not whole.
-        RuntimeError: no process group is open, inference mode is on, or the ranks' parameters
-            differ in name, shape, strides or dtype. From a forward pass, an optimizer's step or
-            `backward()`: see `options/checks.py` and `check_every`.
+        RuntimeError: no process group is open, inference mode is on, the ranks' parameters differ
+            in name, shape, strides or dtype, or their options differ. From a forward pass, an
+            optimizer's step or `backward()`: see `options/checks.py` and `check_every`.
 
     Follows: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training"
     (VLDB 2020), and torch/csrc/distributed/c10d/reducer.cpp.
@@ -177,8 +177,29 @@ class Reducer:
         if virtual_ranks is not None and (names := [name for name in refused if refused[name]]):
             raise ValueError(f"{names[0]} cannot be used with virtual_ranks=V: leave it out")
         self.buffer_sync: BufferSync = BufferSync(module, process_group, ignore)
+        # What decides which numbers a Reducer sends and computes; the others may be a rank's own.
+        same_on_all = {
+            "bucket_cap_mb": [cap / 2**20 for cap in caps],
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "skip_unused": skip_unused,
+            "sync_buffers": sync_buffers,
+            "check_every": check_every,
+            "straggler_every": straggler_every,
+            "shared_memory": shared_memory,
+            "ready_order": ready_order and [*ready_order],
+            "virtual_ranks": virtual_ranks,
+            "balance": balance,
+            "recheck_every": recheck_every,
+            "reduce": reduce,
+            "check_finite": check_finite,
+            "grad_dtype": {
+                n: p.grad_dtype for n, p in parameters.items() if p.grad_dtype != p.dtype
+            },
+        }
+        lines = [f"{name}={value!r}" for name, value in same_on_all.items()]
         regroups = virtual_ranks is not None
-        self._checks = Checks(snapshot, ignore, check_first_average, regroups)
+        self._checks = Checks(snapshot, ignore, lines, check_first_average, regroups)
         self._virtual_ranks: VirtualRanks | None = None
         self.tree_reduction: TreeReduction | None = None  # of virtual ranks
         if virtual_ranks is not None:
@@ -233,7 +254,7 @@ class Reducer:
         # memory, which is freed with its group.
         together = self._collective_init and virtual_ranks is None
         if together:
-            check_same_parameters(parameters, module, process_group)
+            check_same_parameters(parameters, module, process_group, lines)
         memory_of = comm.open_group() if together else None
         sparse = sparse_parameters(module)
         separate = {name: SparseBucket for name, p in parameters.items() if id(p) in sparse}

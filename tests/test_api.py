@@ -184,5 +184,7 @@ def test_a_step_takes_as_few_calls_as_it_did(world):
     for leftover in active_reducers():  # of other tests on these ranks
         remove(leftover)
     for called, most in zip(trace(), (231, 61, 143), strict=True):
-        above = {place: n for place, n in called.items() if not place[0].startswith("backend/")}
+        # The second is there if another test on these ranks has used shard="node".
+        others = ("backend/", "optim/shared_parameters.py")
+        above = {place: n for place, n in called.items() if not place[0].startswith(others)}
         assert sum(above.values()) <= most, above

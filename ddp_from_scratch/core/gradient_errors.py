@@ -50,6 +50,16 @@ def check_bucket(bucket: Bucket, names: Sequence[str], rank: int) -> None:
         check_gradient(parameter.grad, bucket, names[index], rank)
 
 
+def check_not_launching(bucket: Bucket | None, rank: int) -> None:
+    """Raises a RuntimeError if a comm hook or an observer calls back while a bucket is launched."""
+    if bucket is not None:
+        raise RuntimeError(
+            f"a comm hook or an observer has called back its Reducer on rank {rank} during the "
+            f"launch of {bucket.name}: no_sync(), missing(), another backward pass, and adding or "
+            f"removing observers must wait until backward() has returned"
+        )
+
+
 def no_gradient(names: Sequence[str], rank: int) -> RuntimeError:
     """The error for parameters without a gradient in `average_gradients()`."""
     return RuntimeError(

@@ -38,7 +38,8 @@ class Observer:
 
     `on_average` may communicate: every rank calls it. The others must not. During backward the
     Reducer holds a lock in `on_begin`, `on_launch`, `on_packed` and `on_launched`, so they must not
-    add or remove observers. A class that overrides `on_packed` makes one rank pack, too.
+    add or remove observers. Doing so in the last three raises, as do `missing()` and `no_sync()`
+    there and in a comm hook. A class that overrides `on_packed` makes one rank pack, too.
     """
 
     def attach(self, reducer: Any) -> None:

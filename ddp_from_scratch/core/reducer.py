@@ -26,6 +26,7 @@ from ddp_from_scratch.core.comm_hooks import CommConfig
 from ddp_from_scratch.core.gradient_errors import (
     check_bucket,
     check_gradient,
+    check_not_launching,
     compiled_autograd,
     no_gradient,
     second_gradient,
@@ -112,7 +113,8 @@ class CoreReducer:
         self._abandon_in_flight = abandon_in_flight
         self._seen: dict[int, None] = {}  # indices in the order in which they became ready
         # Held while buckets change: autograd has a thread for each device, and hooks run in all.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a comm hook that calls back gets an error, not a deadlock
+        self._launching: Bucket | None = None  # observers and the comm hook are called for it
         self._bucket_type: type[FlatBucket] = ViewBucket if views else FlatBucket
         # Replaced, never changed in place: the stall watch reads these tuples from its own thread.
         self.all_buckets: tuple[Bucket, ...] = ()
@@ -250,6 +252,7 @@ class CoreReducer:
     def flush_deferred(self) -> None:
         """Counts the deferred gradients of all buckets."""
         with self._lock:
+            check_not_launching(self._launching, self.rank)
             for bucket in self.all_buckets:
                 self._flush_bucket(bucket)
 
@@ -321,10 +324,7 @@ class CoreReducer:
         return self.hooks.keep_last() if self.hooks else set()
 
     def begin_early(self, find_unused: Callable[[], Iterable[int]]) -> None:
-        """Begins the pass before its first gradient, and marks what it finds unused.
-
-        Does nothing if the pass has begun, or does not average.
-        """
+        """Begins a pass that averages and has no gradient yet; marks what it finds unused."""
         with self._lock:
             if self.sync and not self.is_in_pass():
                 self.begin_pass()
@@ -362,6 +362,8 @@ class CoreReducer:
             return
         if early and self.order is not None and not self.order.may_launch():
             return
+        if self._launching is not None:
+            check_not_launching(self._launching, self.rank)
         average = self.average
         # By index: readiness differs between ranks, and all must issue the same collectives.
         while average.next_bucket < len(self.all_buckets):
@@ -371,7 +373,11 @@ class CoreReducer:
             if not self.comm.concurrent:
                 self.await_hook()
             if self.usage is None or not self.usage.skips(bucket):
-                self._pack_and_launch(bucket)
+                self._launching = bucket
+                try:
+                    self._pack_and_launch(bucket)
+                finally:
+                    self._launching = None
             average.next_bucket += 1
 
     def _pack_and_launch(self, bucket: Bucket) -> None:
@@ -535,10 +541,6 @@ class CoreReducer:
             self.flush_deferred()
             self.sync = sync
 
-    def set_joining(self, joining: bool) -> None:
-        """Sets `joining`."""
-        self.joining = joining
-
     def average_now(self) -> None:
         """Averages every `.grad` as it is, outside of backward. Collective."""
         give_own_gradients(self.parameters)
@@ -581,10 +583,6 @@ class CoreReducer:
         self.average = Average()
         for on_abort in self.calls.on_abort:
             on_abort()
-
-    def set_iteration(self, iteration: int) -> None:
-        """Counts averages from here, as if this were the number of them so far."""
-        self.iteration = iteration
 
     def set_step(self, step: int) -> None:
         """Makes `step`, counted from 0, the next average, perhaps of other ranks."""

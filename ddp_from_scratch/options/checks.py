@@ -1,7 +1,8 @@
 """Raises if an average would be missing or wrong, and names the parameter and the rank."""
 
 import inspect
-from collections.abc import Collection, Mapping
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from types import FrameType
@@ -18,11 +19,13 @@ from ddp_from_scratch.common.errors import AGAIN, shortened
 from ddp_from_scratch.common.group import on_gpu_of
 from ddp_from_scratch.common.memory import OVERLAPS, overlaps, unsupported
 from ddp_from_scratch.core.bucket import BucketState
+from ddp_from_scratch.core.comm_hooks import average
 from ddp_from_scratch.core.hooks import current_pass
 from ddp_from_scratch.core.observer import Check, Observer
 from ddp_from_scratch.core.reducer import CoreReducer
 from ddp_from_scratch.options.launch_order import look_for_layers
-from ddp_from_scratch.options.unused import will_accumulate_any
+from ddp_from_scratch.options.unused import Unused, will_accumulate_any
+from ddp_from_scratch.sync.broadcast import first_difference
 from ddp_from_scratch.sync.check_sync import (
     EVERY_AFTER_WRITES,
     NOT_SENT,
@@ -50,19 +53,22 @@ _ON_PURPOSE = (
 class Checks(Observer):
     """Detects a changed module, and forward passes that write to parameters.
 
-    `check_first_average`: compare the ranks' parameters in the first average. `regroups`: ranks may
-    join or leave later, as with virtual ranks, so one rank is checked, too.
+    `options`: lines of text that must be the same on all ranks. `check_first_average`: compare
+    them, the comm hooks and the ranks' parameters in the first average. `regroups`: ranks may join
+    or leave later, as with virtual ranks, so one rank is checked, too.
     """
 
     def __init__(
         self,
         snapshot: "ModuleSnapshot",
         ignore: Collection[str],
+        options: Sequence[str] = (),
         check_first_average: bool = True,
         regroups: bool = False,
     ) -> None:
         self.snapshot = snapshot
         self.ignore = ignore
+        self.options = options
         self.check_first_average = check_first_average
         # torch does not count the writes to a tensor that was made in inference mode.
         self._versioned = {n: p for n, p in snapshot.parameters.items() if not p.is_inference()}
@@ -72,7 +78,10 @@ class Checks(Observer):
         # otherwise. torch does not count writes to `parameter.data`, so these are missed.
         self._before: list[int] | None = None
         self.has_written: bool = False  # a forward pass, to a parameter
-        self._forwards = 0
+        self._looks = 0  # at the module, before forward passes and steps
+        # The average for which a forward pass, or else a step, has looked last. A program may call
+        # methods of the module instead of the module, and a ModuleList has no forward pass.
+        self._looked_for = -1
 
     def attach(self, reducer: CoreReducer) -> None:
         super().attach(reducer)
@@ -92,20 +101,12 @@ class Checks(Observer):
         # training mode is: reentrant checkpoints first run their forward pass under no_grad().
         if recomputing or not (torch.is_grad_enabled() or module.training):
             return
-        self._forwards += 1
-        all_of_it = self._forwards <= _FULL_CHECK_EVERY or self._forwards % _FULL_CHECK_EVERY == 0
-        snapshot = self.snapshot
-        if snapshot.looks_different(all_of_it):
-            may_freeze = reducer.usage is not None and reducer.usage.fixed_layout
-            difference = snapshot.difference(module, may_freeze=may_freeze)
-            if difference is not None:
-                raise RuntimeError(
-                    f"{difference.what} on rank {reducer.rank} after the Reducer was made: "
-                    f"{difference.remedy}"
-                )
-            look_for_layers(reducer)
+        self._looks, self._looked_for = self._looks + 1, reducer.iteration
+        all_of_it = self._looks <= _FULL_CHECK_EVERY or self._looks % _FULL_CHECK_EVERY == 0
+        if self.snapshot.looks_different(all_of_it):
+            self._check_same_module()
         self.check_complete()
-        if self._forwards % _FULL_CHECK_EVERY == 1 and _in_distributed_autograd():
+        if self._looks % _FULL_CHECK_EVERY == 1 and _in_distributed_autograd():
             raise RuntimeError(
                 f"a forward pass on rank {reducer.rank} runs inside "
                 f"torch.distributed.autograd.context(), whose backward() leaves .grad alone, so "
@@ -113,6 +114,18 @@ class Checks(Observer):
             )
         if self._watches_writes and all_of_it:
             self._before = [*map(_version, self._versioned.values())]
+
+    def _check_same_module(self) -> None:
+        """Raises if the module has changed in a way that the Reducer cannot follow."""
+        reducer: CoreReducer = self._reducer()
+        may_freeze = reducer.usage is not None and reducer.usage.fixed_layout
+        difference = self.snapshot.difference(reducer.module, may_freeze=may_freeze)
+        if difference is not None:
+            raise RuntimeError(
+                f"{difference.what} on rank {reducer.rank} after the Reducer was made: "
+                f"{difference.remedy}"
+            )
+        look_for_layers(reducer)
 
     def on_forwarded(self, outputs: object) -> None:
         before, self._before = self._before, None
@@ -135,10 +148,17 @@ class Checks(Observer):
 
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.check_complete()
+        last: int = self._reducer().iteration - 1
+        if self._looked_for < last:
+            self._looks, self._looked_for = self._looks + 1, last
+            if self.snapshot.looks_different(self._looks % _FULL_CHECK_EVERY == 0):
+                with torch.enable_grad():  # without it, parameters may be lent for one call
+                    self._check_same_module()
 
     def on_set_step(self) -> None:
         reducer: CoreReducer = self._reducer()
         self.began = reducer.iteration
+        self._looked_for = self.began - 1
         if not self._watches_writes:
             return
         # Ranks that join know nothing of earlier averages, so all ranks begin again.
@@ -175,7 +195,10 @@ class Checks(Observer):
 
 
 class _FirstAverage(Check):
-    """Compares the ranks' parameters in the first average; a program may not have sent them.
+    """Compares the ranks' options, comm hooks and parameters in the first average.
+
+    A program may not have sent the parameters. Only here are the options of Reducers with virtual
+    ranks compared, whose ranks may meet later.
 
     Adds a `DriftCheck` if a forward pass on any rank has written to parameters before. Does nothing
     if a rank's Reducer has `check_first_average=False`: a later write in forward then raises.
@@ -193,10 +216,22 @@ class _FirstAverage(Check):
         module, group = reducer.module, reducer.process_group
         with on_gpu_of(module):
             mine = [self._checks.has_written, self._checks.check_first_average]
-            everyone = gather_integers([*map(int, mine)], group)
-        writes, compares = zip(*everyone, strict=True)
-        if not all(compares):
-            return None
+            # What a program may set after it has made the Reducer is compared, too.
+            hook, usage = reducer.comm.hook, reducer.usage
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            options = [
+                *self._checks.options,
+                f"the comm hook {'none' if hook is average else name}",
+                f"static_graph={isinstance(usage, Unused) and usage.is_static}",
+            ]
+            everyone = gather_integers([*map(int, mine), zlib.crc32(repr(options).encode())], group)
+            writes, compares, checksums = zip(*everyone, strict=True)
+            if not all(compares):
+                return None
+            if len({*checksums}) > 1:
+                difference = first_difference(options, group, "options")
+                # At once: what follows may be another collective on each rank.
+                raise RuntimeError(f"the Reducers' options differ: {difference}{_ON_PURPOSE}")
         written, advice = any(writes), WRITTEN if any(writes) else NOT_SENT + _ON_PURPOSE
         drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._checks.ignore, advice)
         if written and reducer.observer(DriftCheck) is None:

@@ -181,7 +181,9 @@ class ReducerOrder(LaunchOrder):
         if self._pass is not reducer.backward:
             # The graph decides who takes part. Which Reducers have begun differs between ranks.
             before = active[: active.index(reducer)] if reducer in active else []
-            self._ahead = {other: other.iteration for other in before if _takes_part(other)}
+            self._ahead = {
+                other: other.iteration for other in before if _takes_part(other, reducer)
+            }
             self._pass = reducer.backward
         for other, iteration in self._ahead.items():
             launched = other.average.next_bucket
@@ -189,7 +191,7 @@ class ReducerOrder(LaunchOrder):
                 return False
             other.await_hook()
         fixed = all(has_fixed_order(each) for each in (reducer, *self._ahead))
-        return fixed or not any(communicate(r) and _takes_part(r) for r in active)
+        return fixed or not any(communicate(r) and _takes_part(r, reducer) for r in active)
 
     def end_backward(self) -> bool:
         reducer, active = self._reducer(), active_reducers()
@@ -244,14 +246,23 @@ def _is_inside(reducer: CoreReducer, other: CoreReducer) -> bool:
     return outer.thread == inner.thread and outer.number < inner.number
 
 
-def _takes_part(reducer: CoreReducer) -> bool:
-    """True if a Reducer averages in the backward pass that autograd executes."""
-    if not reducer.sync:
+def _runs_in_order(other: CoreReducer, reducer: CoreReducer) -> bool:
+    """True if the other has a pass under way whose launches need one order with this Reducer's."""
+    ours, theirs = reducer.backward, _running(other)
+    if ours is None or theirs is None or theirs.thread == ours.thread:
+        return theirs is not None
+    # Another thread's pass is on its own, unless both send in one group.
+    return (other.process_group or dist.group.WORLD) is (reducer.process_group or dist.group.WORLD)
+
+
+def _takes_part(other: CoreReducer, reducer: CoreReducer) -> bool:
+    """True if the other averages in the backward pass in which this Reducer launches."""
+    if not other.sync:
         return False
-    unused = reducer.observer(Unused)
+    unused = other.observer(Unused)
     # A pass may go through a module without using its parameters.
     return (
-        _running(reducer) is not None
-        or will_accumulate_any(reducer)
+        _runs_in_order(other, reducer)
+        or will_accumulate_any(other)
         or (unused is not None and unused.will_enter())
     )

@@ -98,7 +98,7 @@ def _check_same_model(
 ) -> None:
     mine = _describe(module, ignore)
     with on_gpu_of(module):
-        difference = _difference(mine, process_group, "parameters and buffers")
+        difference = first_difference(mine, process_group, "parameters and buffers")
     if difference is not None:
         raise RuntimeError(f"the models differ: {difference}")
     # Not earlier: a rank that raised before the exchange would leave the others waiting.
@@ -109,16 +109,22 @@ def check_same_parameters(
     parameters: Mapping[str, torch.Tensor],
     module: torch.nn.Module,
     process_group: dist.ProcessGroup | None,
+    options: Sequence[str],
 ) -> None:
-    """Raises as `broadcast_parameters` if these parameters of a module differ. Collective."""
-    mine = _describe_parameters(parameters, module)
+    """Raises as `broadcast_parameters` if these parameters of a module differ. Collective.
+
+    Also if the ranks' options differ, which are equally many lines on all ranks.
+    """
+    # Options come first, so that none is compared with a parameter.
+    mine = [*options, *_describe_parameters(parameters, module)]
     with on_gpu_of(module):
-        difference = _difference(mine, process_group, "parameters")
+        difference = first_difference(mine, process_group, "parameters")
     if difference is not None:
-        raise RuntimeError(f"the models differ: {difference}")
+        what = "models" if " has parameter " in difference else "Reducers' options"
+        raise RuntimeError(f"the {what} differ: {difference}")
 
 
-def _difference(
+def first_difference(
     mine: Sequence[str], process_group: dist.ProcessGroup | None, what: str
 ) -> str | None:
     """Returns the first difference between the ranks' lines, the same text on all. Collective."""
@@ -140,7 +146,7 @@ def _difference(
 
 def buffer_difference(lines: Sequence[str], process_group: dist.ProcessGroup | None) -> str | None:
     """Compares `describe_buffers` of all ranks; returns an error's text, or None. Collective."""
-    difference = _difference(lines, process_group, "buffers")
+    difference = first_difference(lines, process_group, "buffers")
     return difference and f"the ranks' buffers differ: {difference}: {_SAME_BUFFERS}"
 
 

@@ -80,7 +80,7 @@ class JoinableReducer(Joinable, JoinHook, Observer):
         """
         if not self._join_config.enable:
             return
-        self.reducer.core.set_joining(True)
+        self.reducer.core.joining = True
         # The order is that of `main_hook`. Otherwise ranks with and without data would deadlock.
         Join.notify_join_context(self)
         weight = self._begin_step(has_data=True)
@@ -99,7 +99,7 @@ class JoinableReducer(Joinable, JoinHook, Observer):
         # 0 if all other ranks are under no_sync() or have frozen the module: no bucket is sent.
         self._averaged = nothing.total() != 0
         if self._averaged:
-            self.reducer.core.set_joining(True)
+            self.reducer.core.joining = True
             _shadow_average(self.reducer.core, nothing)
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -112,7 +112,7 @@ class JoinableReducer(Joinable, JoinHook, Observer):
         # torch's `Join` does not announce its end. Without this, later forward passes would still
         # agree on ranks and weights, and overrule `Reducer.weight`.
         self._join_config = self._outside
-        reducer.core.set_joining(False)
+        reducer.core.joining = False
         self._agree_on_scales(is_last_joiner)
 
     def _agree_on_scales(self, is_last_joiner: bool) -> None:
@@ -235,10 +235,10 @@ def join(
         "grad_scaler": grad_scaler,
     }
     context = Join([joinable], enable, throw_on_early_termination, **options)
-    reducer.core.set_joining(enable)
+    reducer.core.joining = enable
     try:
         with context:
             yield
     finally:
-        reducer.core.set_joining(False)
+        reducer.core.joining = False
         reducer.remove_observer(joinable)

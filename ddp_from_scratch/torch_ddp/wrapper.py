@@ -332,7 +332,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         # Joinable's own __init__ sets it before `_joinable` exists.
         if "_joinable" in self.__dict__:
             self._joinable._join_config = value
-            self.reducer.core.set_joining(value.enable)
+            self.reducer.core.joining = value.enable
 
     # Private in torch, but used by programs ------------------------------------------------------
 

@@ -308,6 +308,6 @@ class VirtualRanks(Observer):
         self._put_back()
         if self._before is not None:
             self.step = self._before[1]
-        self._reducer().set_iteration(self.step)
+        self._reducer().iteration = self.step
         self._due, self._ahead, self.inside, self._before = [], [], None, None
         self._dealt = None

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer, broadcast_parameters
 from ddp_from_scratch.core.observer import Check, Observer, Tracer
 from ddp_from_scratch.options.unused import Unused
@@ -150,4 +151,55 @@ def test_a_policy_that_is_removed_is_not_asked(world):
     model.bias.sum().backward()
     with pytest.raises(RuntimeError, match="no gradient in the last backward pass"):
         model(torch.ones(1, 2))
+    reducer.remove()
+
+
+def ask(reducer, model):
+    reducer.core.missing()
+
+
+def accumulate(reducer, model):
+    with reducer.no_sync():
+        pass
+
+
+def add(reducer, model):
+    reducer.add_observer(Notes([]))
+
+
+def run_backward(reducer, model):
+    with torch.enable_grad():
+        model(1.0).backward()
+
+
+class CallsBack(Observer):
+    def __init__(self, call, model):
+        self.call, self.model = call, model
+
+    def on_launch(self, bucket):
+        self.call(self.reducer, self.model)
+
+
+@pytest.mark.parametrize("call", [ask, accumulate, add, run_backward])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("calls", ["observer", "hook"])
+@on("gloo-2")
+def test_a_reducer_that_is_called_back_during_a_launch_raises(world, call, views, calls):
+    model = Terms(*[3] * 4)
+    reducer = Reducer(model, bucket_cap_mb=0, gradient_as_bucket_view=views)
+    for _ in range(2):  # then autograd calls once for each bucket
+        step(model, world)
+    if calls == "observer":
+        observer = CallsBack(call, model)
+        observer.reducer = reducer
+        reducer.add_observer(observer)
+    else:
+
+        def hook(state, bucket):
+            call(reducer, model)
+            return ddp.comm_hooks.allreduce_hook(state, bucket)
+
+        reducer.register_comm_hook(None, hook)
+    with pytest.raises(RuntimeError, match=r"called back its Reducer on rank \d during"):
+        step(model, world)
     reducer.remove()

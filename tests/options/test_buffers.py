@@ -225,7 +225,7 @@ def test_a_first_buffer_that_appears_late(world):
             model(torch.ones(1)).backward()
         assert sent.call_count == 2
     model.register_buffer("late", torch.tensor(world.rank))
-    reducer.core.set_iteration(99)
+    reducer.core.iteration = 99
     model(torch.ones(1)).backward()
     assert model.late == world.rank
     model(torch.ones(1)).backward()
@@ -235,7 +235,7 @@ def test_a_first_buffer_that_appears_late(world):
     reducer.module(torch.ones(1)).backward()
     if world.rank:
         reducer.module.register_buffer("late", torch.ones(1))
-    reducer.core.set_iteration(100)
+    reducer.core.iteration = 100
     with pytest.raises(RuntimeError, match="rank 0 has only 0 buffers; rank 1 has buffer late"):
         reducer.module(torch.ones(1)).backward()
 

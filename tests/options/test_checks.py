@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize, prune, stateless
 
 import ddp_from_scratch as ddp
 from ddp_from_scratch import Reducer
+from ddp_from_scratch.options.checks import Checks
 from tests.support.on_ranks import on
 from tests.support.refusal import text_of
 from tests.support.terms import Terms, own
@@ -132,6 +133,99 @@ def test_a_frozen_model_that_thaws_in_part_is_named(world):
     model[1].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"parameter 0.weight became requires_grad=False on"):
         model(x)
+
+
+# Methods of the module --------------------------------------------------------------------------
+
+
+class Parts(nn.Module):
+    """A model that is called as such, or by a method, where no hook of the model itself runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def loss(self, x):
+        return self.last(self.first(x) + getattr(self, "more", 0.0)).square().mean()
+
+    forward = loss
+
+
+def thaw(parts):
+    parts.first.requires_grad_(True)
+
+
+def grow(parts):
+    parts.more = nn.Parameter(torch.zeros(2))
+
+
+def torchs_sgd(parameters, reducer):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def flat_sgd(parameters, reducer):
+    return ddp.SGD(parameters, lr=0.1, reducer=reducer)
+
+
+def sharded_sgd(parameters, reducer):
+    return ddp.SGD(parameters, lr=0.1, reducer=reducer, shard="world")
+
+
+@pytest.mark.parametrize("change", [thaw, grow])
+@pytest.mark.parametrize("make", [Reducer, ddp.DistributedDataParallel])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("optimize", [torchs_sgd, flat_sgd, sharded_sgd])
+@on("gloo-2")
+def test_a_step_looks_at_a_module_whose_methods_are_called(world, change, make, views, optimize):
+    parts = Parts()
+    parts.first.requires_grad_(change is not thaw)
+    made = make(parts, gradient_as_bucket_view=views)
+    reducer = made if make is Reducer else made.reducer
+    optimizer = optimize([p for p in parts.parameters() if p.requires_grad], reducer)
+    x = torch.ones(1, 2) + world.rank
+    for _ in range(2):
+        optimizer.zero_grad()
+        parts.loss(x).backward()
+        optimizer.step()
+    change(parts)
+    parts.loss(x).backward()
+    with pytest.raises(RuntimeError, match=rf"on rank {world.rank} after the Reducer was made"):
+        optimizer.step()
+
+
+@on("gloo-2")
+def test_a_step_in_backward_looks_at_a_module_whose_methods_are_called(world):
+    parts = Parts()
+    optimizer = ddp.SGD(parts.parameters(), lr=0.1, reducer=Reducer(parts))
+    x = torch.ones(1, 2) + world.rank
+    optimizer.backward_and_step(parts.loss(x))
+    grow(parts)
+    with pytest.raises(RuntimeError, match="parameter more was added"):
+        optimizer.backward_and_step(parts.loss(x))
+
+
+@on("gloo-2")
+def test_a_step_under_no_grad_looks_at_a_list_of_modules(world):
+    listed = nn.ModuleList([nn.Linear(2, 2)])
+    Reducer(listed)
+    optimizer = torch.optim.SGD(listed.parameters(), lr=0.1)
+    listed.append(nn.Linear(2, 2))
+    listed[1](listed[0](torch.ones(1, 2))).sum().backward()
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"parameter 1\.weight was added"):
+        optimizer.step()
+
+
+@on("gloo-2")
+def test_each_average_looks_at_the_module_once(world):
+    looks, parts = [], Parts()
+    snapshot = Reducer(parts).core.observer(Checks).snapshot
+    snapshot.looks_different = lambda *_: looks.append(1)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts.children()]
+    for loss in (parts, parts, parts.loss, parts.loss, parts):
+        loss(torch.ones(1, 2) + world.rank).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert len(looks) == 5
 
 
 # Renamed ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from ddp_from_scratch import (
     Reducer,
     broadcast_buffers,
     broadcast_parameters,
+    comm_hooks,
 )
 from ddp_from_scratch.sync.broadcast import tree_neighbours
 from tests.support.on_ranks import on
@@ -212,3 +213,89 @@ def test_a_reducer_names_the_difference_where_the_broadcast_was_left_out(world):
     reducer = Reducer(model)  # the group is still of use
     with pytest.raises(TypeError, match=r"call the module itself, model\(x\)"):
         reducer(torch.ones(1, 1))
+
+
+# What decides what a Reducer sends or computes, and a value that is not the default.
+COMPARED = {
+    "bucket_cap_mb": [0, 2],
+    "find_unused_parameters": True,
+    "static_graph": True,
+    "sync_buffers": True,
+    "check_every": 5,
+    "straggler_every": 5,
+    "shared_memory": False,
+    "ready_order": ["bias", "weight"],
+    "reduce": "sum",
+    "check_finite": True,
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+@on("pair")
+def test_a_reducer_names_the_option_that_ranks_do_not_have_in_common(world, name):
+    with pytest.raises(RuntimeError) as caught:
+        Reducer(nn.Linear(2, 2), **({name: COMPARED[name]} if world.rank else {}))
+    assert re.match(
+        rf"the Reducers' options differ: rank 0 has {name}=.*; rank 1 has {name}=",
+        str(caught.value),
+    )
+    Reducer(nn.Linear(2, 2), **{name: COMPARED[name]}).remove()  # the group is still of use
+
+
+def named(state, bucket):
+    return comm_hooks.allreduce_hook(state, bucket)
+
+
+@on("gloo-2")
+def test_the_first_average_names_the_comm_hook_that_ranks_do_not_have_in_common(world):
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model, shared_memory=False)
+    if world.rank == 1:
+        reducer.register_comm_hook(None, named)
+    text = "options differ: rank 0 has the comm hook none; rank 1 has the comm hook named; or, if "
+    with pytest.raises(RuntimeError, match=text):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@on("pair")
+def test_the_first_average_names_a_static_graph_that_one_rank_has_set(world):
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model)
+    if world.rank == 1:
+        reducer.set_static_graph()
+    text = "rank 0 has static_graph=False; rank 1 has static_graph=True; or, if "
+    with pytest.raises(RuntimeError, match=text):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@on("gloo-2")
+def test_the_first_average_names_another_number_of_virtual_ranks(world):
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model, virtual_ranks=2 + 2 * world.rank, shared_memory=False)
+    text = "options differ: rank 0 has virtual_ranks=2; rank 1 has virtual_ranks=4; or, if "
+    with pytest.raises(RuntimeError, match=text):
+        reducer.run_virtual_ranks(lambda _: model(torch.ones(1, 2)).sum().backward())
+
+
+@on("pair")
+def test_a_reducer_names_a_gradient_dtype_that_ranks_do_not_have_in_common(world):
+    model = nn.Linear(2, 2)
+    if world.rank == 1:
+        model.weight.grad_dtype = torch.float64
+    text = r"rank 0 has grad_dtype={}; rank 1 has grad_dtype={'weight': torch\.float64}"
+    with pytest.raises(RuntimeError, match=text):
+        Reducer(model)
+
+
+@on("pair")
+def test_a_wrapper_names_the_option_that_ranks_do_not_have_in_common(world):
+    text = "the Reducers' options differ: rank 0 has reduce='mean'; rank 1 has reduce='sum'"
+    with pytest.raises(RuntimeError, match=f"^{text}$"):
+        DistributedDataParallel(nn.Linear(2, 2), reduce="sum" if world.rank else "mean")
+    with pytest.raises(RuntimeError, match=r"rank 0 has skip_unused=False; rank 1 has"):
+        DistributedDataParallel(nn.Linear(2, 2), skip_all_reduce_unused_params=world.rank == 1)
+    # Equal caps may be written differently, and this one is a rank's own.
+    Reducer(nn.Linear(2, 2), bucket_cap_mb=[1, 25] if world.rank else None).remove()
+    Reducer(
+        nn.Linear(2, 2), stall_after=5 if world.rank else None, overlap=world.rank == 0
+    ).remove()
