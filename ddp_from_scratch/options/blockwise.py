@@ -157,7 +157,7 @@ class Blockwise:
         return known
 
     def _exact_in(self, begin: int, end: int) -> torch.Tensor:
-        ends = torch.tensor([begin, end], device="cpu")
+        ends = torch.tensor([begin, end], dtype=torch.int64, device="cpu")
         first, last = torch.searchsorted(self.exact, ends).tolist()
         return self.exact[first:last] - begin
 
@@ -238,5 +238,9 @@ class Int8State:
 def _exact_elements(bucket: FlatBucket) -> torch.Tensor:
     """Returns the indices of the elements of parameters that are no matrices."""
     rows = zip(bucket.offsets, bucket.parameters(), strict=True)
-    ranges = [torch.arange(o, o + p.numel(), device="cpu") for o, p in rows if p.dim() < 2]
+    ranges = [
+        torch.arange(o, o + p.numel(), dtype=torch.int64, device="cpu")
+        for o, p in rows
+        if p.dim() < 2
+    ]
     return torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *ranges])

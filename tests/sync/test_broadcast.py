@@ -15,6 +15,7 @@ from ddp_from_scratch import (
     broadcast_buffers,
     broadcast_parameters,
     comm_hooks,
+    power_sgd,
 )
 from ddp_from_scratch.sync.broadcast import tree_neighbours
 from tests.support.on_ranks import on
@@ -242,19 +243,35 @@ def test_a_reducer_names_the_option_that_ranks_do_not_have_in_common(world, name
     Reducer(nn.Linear(2, 2), **{name: COMPARED[name]}).remove()  # the group is still of use
 
 
-def named(state, bucket):
-    return comm_hooks.allreduce_hook(state, bucket)
-
-
 @on("gloo-2")
 def test_the_first_average_names_the_comm_hook_that_ranks_do_not_have_in_common(world):
+    """PowerSGD sends at first what no comm hook sends, too."""
     model = nn.Linear(2, 2)
     reducer = Reducer(model, shared_memory=False)
     if world.rank == 1:
-        reducer.register_comm_hook(None, named)
-    text = "options differ: rank 0 has the comm hook none; rank 1 has the comm hook named; or, if "
+        reducer.register_comm_hook(power_sgd.PowerSGDState(), power_sgd.power_sgd_hook)
+    text = (
+        "options differ: rank 0 has no comm hook of this package; "
+        "rank 1 has the comm hook power_sgd_hook; or, if "
+    )
     with pytest.raises(RuntimeError, match=text):
         model(torch.ones(1, 2)).sum().backward()
+
+
+@on("gloo-2")
+def test_a_program_may_have_a_hook_of_its_own_on_one_rank(world):
+    model, seen = nn.Linear(2, 2), []
+
+    def noted(state, bucket):
+        seen.append(bucket.index())
+        return comm_hooks.allreduce_hook(state, bucket)
+
+    reducer = Reducer(model, shared_memory=False)
+    if world.rank == 1:
+        reducer.register_comm_hook(None, noted)
+    model(torch.full((1, 2), world.rank + 1.0)).sum().backward()
+    assert model.weight.grad.eq(1.5).all()
+    assert seen == [0] * world.rank
 
 
 @on("pair")
