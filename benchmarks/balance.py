@@ -6,10 +6,10 @@ Examples:
     python -m benchmarks.balance --quick           3 seconds for each factor
 
 A busy loop makes rank 1 slower: after each virtual rank it computes on until the factor is
-reached. Three Reducers take turns: with equal parts, with `balance=True`, and with the ideal
-division for that factor from the first step on. Their first ten steps, in which the times become
-known, do not count. Each median has a 95 % bootstrap interval; ratios are to the ideal division,
-round by round.
+reached. Three Reducers take turns: with equal parts, with `balance=True`, and with the deal that is
+ideal for that factor from the first step on. Their first ten steps, in which the times become
+known, do not count. Each median has a 95 % bootstrap interval; ratios are to the ideal deal, round
+by round.
 """
 
 import argparse

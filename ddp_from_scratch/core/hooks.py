@@ -55,13 +55,16 @@ class Hooks:
         _ours.update(handle.id for handle in self.handles)
         # Each parameter's hooks by number, in the order in which autograd calls them.
         self._tables = [handle.hooks_dict_ref() or {} for handle in self.handles]
+        for table in self._tables:  # an earlier Reducer may be gone
+            for number in [number for number in table if table[number] is _raise_forgotten]:
+                del table[number]
         self._known = sum(map(len, self._tables))  # how many hooks there are
         # Parameters whose gradient autograd has just left undefined; only those with hooks of the
         # program's that run before ours, which may have cleared it instead.
         self._undefined = set[int]()
         for index in range(len(self.nodes)):
             if self._has_foreign(index, before_ours=True):
-                self._note_undefined(index)
+                self._watch_undefined(index)
         # Module hooks run only if the program calls the whole module; this check always runs.
         self.ids: frozenset[int] = frozenset(map(id, parameters))
         self.per_bucket: bool = False  # True if autograd does not call for every gradient
@@ -69,9 +72,9 @@ class Hooks:
         _watch_steps()
         _hooked[id(reducer)] = reducer
         # The parameters may outlive the Reducer, but hooks that call it must not.
-        weakref.finalize(self, _refuse_gradients, self.handles[: len(parameters)], self.handles)
+        weakref.finalize(self, _refuse_gradients, self.handles, len(parameters))
 
-    def _note_undefined(self, index: int) -> None:
+    def _watch_undefined(self, index: int) -> None:
         note = partial(_note_undefined, self._undefined, index)
         self.handles.append(self.nodes[index].register_prehook(note))
 
@@ -90,7 +93,7 @@ class Hooks:
             keys = [*table]
             if number in table and not _ours.issuperset(keys[keys.index(number) :]):
                 if not self._has_foreign(index, before_ours=True):
-                    self._note_undefined(index)
+                    self._watch_undefined(index)
                 table[number] = table.pop(number)  # `move_to_end` has no effect on autograd
                 late.add(index)
         return late
@@ -197,16 +200,16 @@ def _remove_all(handles: Iterable[Handle]) -> None:
         _ours.discard(handle.id)
 
 
-def _refuse_gradients(of_parameters: Sequence[Handle], handles: Iterable[Handle]) -> None:
-    """Has the next gradient raise: its Reducer is gone with its module, and nobody averages it."""
-    tables = [
-        (handle.hooks_dict_ref(), handle.id)
-        for handle in of_parameters
-        if handle.id in (handle.hooks_dict_ref() or ())
-    ]
+def _refuse_gradients(handles: Sequence[Handle], count: int) -> None:
+    """Has the next gradient raise: its Reducer is gone with its module, and nobody averages it.
+
+    Unless another Reducer does. The first `count` hooks are those of parameters.
+    """
+    tables = [(handle.id, handle.hooks_dict_ref() or {}) for handle in handles[:count]]
+    hooked = [(number, table) for number, table in tables if number in table]
     _remove_all(handles)
-    for table, number in tables:
-        if table is not None:
+    for number, table in hooked:
+        if _ours.isdisjoint(table):
             table[number] = _raise_forgotten
 
 

@@ -230,9 +230,10 @@ class _FirstAverage(Check):
             if not all(compares):
                 return None
             if len({*checksums}) > 1:
-                difference = first_difference(options, group, "options")
+                difference = first_difference({"options": options}, group)
+                assert difference is not None, "their checksums differ"
                 # At once: what follows may be another collective on each rank.
-                raise RuntimeError(f"the Reducers' options differ: {difference}{_ON_PURPOSE}")
+                raise RuntimeError(f"the Reducers' options differ: {difference[1]}{_ON_PURPOSE}")
         written, advice = any(writes), WRITTEN if any(writes) else NOT_SENT + _ON_PURPOSE
         drift = DriftCheck(EVERY_AFTER_WRITES, module, group, self._checks.ignore, advice)
         if written and reducer.observer(DriftCheck) is None:

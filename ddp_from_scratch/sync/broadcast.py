@@ -98,9 +98,9 @@ def _check_same_model(
 ) -> None:
     mine = _describe(module, ignore)
     with on_gpu_of(module):
-        difference = first_difference(mine, process_group, "parameters and buffers")
+        difference = first_difference({"parameters and buffers": mine}, process_group)
     if difference is not None:
-        raise RuntimeError(f"the models differ: {difference}")
+        raise RuntimeError(f"the models differ: {difference[1]}")
     # Not earlier: a rank that raised before the exchange would leave the others waiting.
     _check_sendable(mine)
 
@@ -113,32 +113,35 @@ def check_same_parameters(
 ) -> None:
     """Raises as `broadcast_parameters` if these parameters of a module differ. Collective.
 
-    Also if the ranks' options differ, which are equally many lines on all ranks.
+    Also if the lines of the ranks' options differ.
     """
-    # Options come first, so that none is compared with a parameter.
-    mine = [*options, *_describe_parameters(parameters, module)]
+    mine = {"options": options, "parameters": _describe_parameters(parameters, module)}
     with on_gpu_of(module):
-        difference = first_difference(mine, process_group, "parameters")
+        difference = first_difference(mine, process_group)
     if difference is not None:
-        what = "models" if " has parameter " in difference else "Reducers' options"
-        raise RuntimeError(f"the {what} differ: {difference}")
+        what = {"options": "Reducers' options", "parameters": "models"}[difference[0]]
+        raise RuntimeError(f"the {what} differ: {difference[1]}")
 
 
 def first_difference(
-    mine: Sequence[str], process_group: dist.ProcessGroup | None, what: str
-) -> str | None:
-    """Returns the first difference between the ranks' lines, the same text on all. Collective."""
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    mine: Mapping[str, Sequence[str]], process_group: dist.ProcessGroup | None
+) -> tuple[str, str] | None:
+    """Returns the first of these kinds of lines in which ranks differ, and how. Collective.
+
+    All ranks give the same kinds, and get the same text.
+    """
+    digest = hashlib.sha256(repr([*map(list, mine.values())]).encode()).digest()
     # Equal ranks exchange 32 bytes each. The lines are sent only to name a difference.
     words = [int.from_bytes(digest[at : at + 8], signed=True) for at in range(0, 32, 8)]
     digests = gather_integers(words, process_group)
     rank = next((rank for rank, theirs in enumerate(digests) if theirs != digests[0]), None)
     if rank is None:
         return None
-    descriptions = gather_objects(list(mine), process_group)
-    zero, other = descriptions[0], descriptions[rank]
+    descriptions = gather_objects([*map(list, mine.values())], process_group)
+    rows = zip(mine, descriptions[0], descriptions[rank], strict=True)
+    what, zero, other = next(row for row in rows if row[1] != row[2])
     ours, theirs = next(pair for pair in zip_longest(zero, other) if pair[0] != pair[1])
-    return (
+    return what, (
         f"rank 0 has {ours or f'only {len(zero)} {what}'}; "
         f"rank {rank} has {theirs or f'only {len(other)} {what}'}"
     )
@@ -146,8 +149,8 @@ def first_difference(
 
 def buffer_difference(lines: Sequence[str], process_group: dist.ProcessGroup | None) -> str | None:
     """Compares `describe_buffers` of all ranks; returns an error's text, or None. Collective."""
-    difference = first_difference(lines, process_group, "buffers")
-    return difference and f"the ranks' buffers differ: {difference}: {_SAME_BUFFERS}"
+    difference = first_difference({"buffers": lines}, process_group)
+    return difference and f"the ranks' buffers differ: {difference[1]}: {_SAME_BUFFERS}"
 
 
 def _describe(module: torch.nn.Module, ignore: Collection[str]) -> list[str]:

@@ -240,15 +240,17 @@ EVERY = (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize("numel", [2, 40_000])
-@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
+@pytest.mark.parametrize("hooked", ["", "hooked", "hooked later"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @on("gloo-2")
 def test_an_undefined_gradient_adds_nothing(world, options, hooked, numel):
     """As with torch's DDP, also where the program has harmless hooks of its own."""
     model, alone = Undefined(numel), ((0, 1, 3), EVERY)
-    for parameter in model.p if hooked else ():
+    for parameter in model.p if hooked == "hooked" else ():
         parameter.register_post_accumulate_grad_hook(lambda _: None)
     reducer = Reducer(model, **options)
+    for parameter in model.p if hooked == "hooked later" else ():
+        parameter.register_post_accumulate_grad_hook(lambda _: None)
     same = [(gives, gives) for gives in (EVERY, EVERY, (1,), ())]
     # After the first two, autograd calls once for each bucket.
     for gives in (*same[:2], alone, *same, alone):

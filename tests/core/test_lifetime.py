@@ -139,18 +139,28 @@ def test_the_division_is_by_the_ranks_of_the_group_that_is_open(monkeypatch):
         reducer.remove()
 
 
-@pytest.mark.parametrize("removed", [False, True], ids=["forgotten", "removed"])
+@pytest.mark.parametrize("then", ["nothing", "removed", "another before", "another after"])
 @on("gloo-2")
-def test_a_gradient_whose_reducer_is_gone_with_a_temporary_container_raises(world, removed):
-    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
-    reducer = Reducer(torch.nn.ModuleList(layers))
-    if removed:
+def test_a_gradient_whose_reducer_is_gone_with_a_temporary_container_raises(world, then):
+    """Unless it was removed, or another Reducer averages, made before it is gone or after."""
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    reducer = Reducer(nn.ModuleList(layers[1:]))
+    model = nn.Sequential(*layers)
+    if then == "removed":
         reducer.remove()
+    if then == "another before":
+        Reducer(model)
     del reducer
     gc.collect()
-    loss = layers[1](layers[0](torch.ones(1, 2))).sum()
-    if removed:
-        loss.backward()
+    if then == "another after":
+        Reducer(model)
+    loss = model(torch.full((1, 2), own(world))).sum()
+    if then == "nothing":
+        text = r"shape \(2,\) is gone, because .*: keep the Reducer"
+        with pytest.raises(RuntimeError, match=text):
+            loss.backward()
         return
-    with pytest.raises(RuntimeError, match=r"shape \(2,\) is gone, because .*: keep the Reducer"):
-        loss.backward()
+    loss.backward()
+    gathered = [torch.empty(2, 2) for _ in range(2)]
+    dist.all_gather(gathered, layers[1].weight.grad)
+    assert torch.equal(*gathered) == then.startswith("another")

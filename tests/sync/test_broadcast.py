@@ -210,6 +210,9 @@ def test_a_reducer_names_the_difference_where_the_broadcast_was_left_out(world):
     for options in ({}, {"shared_memory": False}):
         with pytest.raises(RuntimeError, match=f"^the models differ: {has[0]}.*; {has[1]}"):
             Reducer(nn.Linear(10, 2 + world.rank), **options)
+    more = nn.ModuleList(nn.Linear(1, 1) for _ in range(1 + world.rank))
+    with pytest.raises(RuntimeError, match=r"^the models differ: rank 0 has only 2 parameters; "):
+        Reducer(more)
     model = nn.Linear(1, 1)
     reducer = Reducer(model)  # the group is still of use
     with pytest.raises(TypeError, match=r"call the module itself, model\(x\)"):
