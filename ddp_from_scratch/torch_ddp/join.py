@@ -189,6 +189,7 @@ def _shadow_average(reducer: CoreReducer, weight: GradientWeight) -> None:
 def _scales() -> list[tuple[float, int]]:
     """Returns the scale and the growth tracker of each GradScaler that is enabled, in order."""
     # Programs do not tell which scaler is theirs. Only ranks that end apart pay for this search.
+    gc.collect()  # one that its program has dropped may still be part of a cycle
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.amp.GradScaler)]
     states = [scaler.state_dict() for scaler in found if scaler.is_enabled()]
     return sorted((state["scale"], state["_growth_tracker"]) for state in states)

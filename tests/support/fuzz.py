@@ -117,10 +117,12 @@ def _compare_states(number: int, expected: list[Any], found: list[Any], toleranc
     for rank, (state, right) in enumerate(zip(found, expected, strict=True)):
         for what, *values in _values(state, right, found[0], expected[0]):
             value, correct, first, correct_first = values
-            where = f"operation {number}: {what} on rank {rank} is\n{value}\n"
-            assert _near(value, correct, tolerance), f"{where}and in one process\n{correct}"
+            where = f"operation {number}: {what} on rank {rank} is"
+            assert _near(value, correct, tolerance), (
+                f"{where}\n{value}\nand in one process\n{correct}"
+            )
             same = _near(correct, correct_first, 0)
-            assert not same or _near(value, first, 0), f"{where}and on rank 0\n{first}"
+            assert not same or _near(value, first, 0), f"{where}\n{value}\nand on rank 0\n{first}"
 
 
 def _compare_with_torch(

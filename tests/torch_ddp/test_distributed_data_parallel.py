@@ -1,6 +1,7 @@
 """What the wrapper adds to the Reducer, as torch's class has it."""
 
 import copy
+import gc
 import io
 import pickle
 import pickletools
@@ -499,3 +500,21 @@ def test_a_scale_is_the_same_on_all_ranks_after_join(world):
             assert scaler.get_scale() == 16.0 * 2**3
         with open_context():  # ends on all ranks at once, so nothing is compared
             called(torch.ones(1, 3)).sum().backward()
+
+
+@on("gloo-2")
+def test_a_scaler_that_one_rank_has_dropped_is_not_compared(world):
+    """Garbage that is part of a cycle stays until Python next collects it."""
+    gc.collect()
+    gc.disable()
+    try:
+        if world.rank == 0:
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.itself = scaler
+            del scaler
+        net = nn.Linear(3, 1)
+        with join(Reducer(net)):
+            for _ in range(1 + world.rank):
+                net(torch.ones(1, 3)).sum().backward()
+    finally:
+        gc.enable()
