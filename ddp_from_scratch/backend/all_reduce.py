@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_from_scratch.backend.barrier import CheckedBarrier
+from ddp_from_scratch.backend.barrier import CheckedBarrier, EagerBuffers
 from ddp_from_scratch.backend.reduction import CHUNK, Reduction, share_of
 from ddp_from_scratch.backend.shared_memory import Topology
 from ddp_from_scratch.backend.stage import SharedTensors, Stage
@@ -56,7 +56,8 @@ class AllReduce:
 
     There are four algorithms; all ranks use the same one:
 
-    - eager: each rank copies a small tensor to the barrier's eager buffer and sums all buffers;
+    - eager: each rank copies a small tensor to the barrier's eager buffer and sums all buffers.
+      Across machines a tensor of some hundred bytes travels with the barrier's own message;
     - in place: a larger tensor lies in shared memory (`SharedTensors`), at the same place on all
       ranks;
     - staged: any other tensor goes through shared memory (`Stage`), a piece at a time;
@@ -69,12 +70,14 @@ class AllReduce:
         self._topology, self._barrier, self._shared, self._stage = topology, barrier, shared, stage
         # One per dtype is enough, since the operations of a group run one after another.
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
+        # One machine's ranks alone cannot use it: it has what the ranks of all machines bring.
+        self._is_eager = topology.count == barrier.machines
 
     def prepare(self, tensor: torch.Tensor) -> str:
         """Copies the tensor to where others read it after the meeting, or returns its place."""
-        if buffers := self._barrier.eager(tensor.shape, tensor.dtype):
+        if buffers := self._eager(tensor):
             # The buffer of the next meeting: a slow rank may still read that of the last one.
-            buffers[1 - self._barrier.parity][self._barrier.rank].copy_(tensor)
+            buffers[1 - self._barrier.parity][self._topology.world.rank].copy_(tensor)
             return ""
         place = self._shared.place(tensor)
         # Opening the stage must wait, since it is collective.
@@ -92,7 +95,8 @@ class AllReduce:
 
         A `crossing` is for sums.
         """
-        if buffers := self._barrier.eager(tensor.shape, tensor.dtype):
+        crosses = crossing is not None and self._topology.count > 1
+        if (buffers := self._eager(tensor)) and not crosses:
             total = tensor
             if tensor.dtype != reduction.dtype:
                 total = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
@@ -128,6 +132,9 @@ class AllReduce:
 
     def free(self) -> None:
         self._stage.free()
+
+    def _eager(self, tensor: torch.Tensor) -> EagerBuffers:
+        return self._barrier.eager(tensor.shape, tensor.dtype) if self._is_eager else []
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         here = self._topology.count == 1

@@ -35,7 +35,12 @@ from ddp_from_scratch.common.whereabouts import whereabouts
 # are, the smaller are the tensors for which this is the fastest way.
 EAGER_NBYTES = 256 * 1024
 
-# By parity and by rank, a view of the rank's eager buffer.
+# Bytes that a machine sends along with its fingerprint: what its ranks bring to a small operation,
+# which then needs no messages of its own. At 10 Gbit/s they take a microsecond.
+ALONG_NBYTES = 1024
+_ALIGNMENT = 16  # of the largest dtype
+
+# By parity and by rank of the group, a view of what the rank brings to a small operation.
 EagerBuffers: TypeAlias = list[list[torch.Tensor]]
 
 # By rank, a number in the rank's segment, as an array of one element.
@@ -45,11 +50,12 @@ Counters: TypeAlias = "list[np.ndarray[Any, np.dtype[np.int64]]]"
 class BarrierMemory:
     """A barrier's shared memory, with one segment for each rank of the machine.
 
-        semaphores | counters | fingerprints 0, 1 | heard 0, 1 | others | eager 0, 1
+        semaphores | counters | fingerprints 0, 1 | messages 0, 1 | others | eager 0, 1
 
-    Fingerprints, heard and eager buffers exist twice, for even and odd meetings: a fast rank writes
-    for the next meeting, which needs all ranks, while a slow rank still reads. Attributes hold one
-    item per rank; `gave_up` and `heard` are shared. The constructor is collective.
+    Messages are those of all machines: a fingerprint, and what its ranks bring along.
+    Fingerprints, messages and eager buffers exist twice, for even and odd meetings: a fast rank
+    writes for the next meeting, which needs all ranks, while a slow rank still reads. Attributes
+    hold one item per rank; `gave_up` and `messages` are shared. The constructor is collective.
     """
 
     def __init__(self, node: Transport, machines: int) -> None:
@@ -60,7 +66,7 @@ class BarrierMemory:
                 *((name, "i8") for name in ("arrived", "passed", "left", "lost", "gave_up")),
                 ("rest", "u1", 24),  # padding: the counters have a cache line of their own
                 ("fingerprints", "u1", (2, FINGERPRINT_NBYTES)),
-                ("heard", "u1", (2, machines, FINGERPRINT_NBYTES)),
+                ("messages", "u1", (2, machines, FINGERPRINT_NBYTES + ALONG_NBYTES)),
                 ("others", "u1", FINGERPRINT_NBYTES),
             ]
         )
@@ -82,7 +88,7 @@ class BarrierMemory:
         self.gave_up: np.ndarray[Any, np.dtype[np.int64]] = each[0]["gave_up"]
         prints = [[part.data for part in one["fingerprints"][0]] for one in each]
         self.fingerprints: list[list[memoryview]] = prints
-        self.heard: np.ndarray[Any, np.dtype[np.uint8]] = each[0]["heard"][0]
+        self.messages: np.ndarray[Any, np.dtype[np.uint8]] = each[0]["messages"][0]
         self.others: list[memoryview] = [one["others"][0].data for one in each]
 
 
@@ -111,9 +117,12 @@ class CheckedBarrier:
         self.progress = progress
         self.rank: int = topology.intra_node.rank
         self.size: int = topology.intra_node.size
+        self.machines: int = topology.count
         self._ranks = topology.intra_node.world_ranks
         self._processes = ProcessWatch(topology.intra_node.allgather(self._process))
         self._memory = memory = BarrierMemory(topology.intra_node, topology.count)
+        # By rank of the group, where all read what it brings to a small operation, by parity.
+        self._lanes = self._along() if topology.count > 1 else memory.eager
         # Cached, since making a view takes as long as summing a small tensor.
         self.eager: Callable[[torch.Size, torch.dtype], EagerBuffers]
         self.eager = lru_cache(maxsize=256)(self._make_eager)
@@ -240,26 +249,40 @@ class CheckedBarrier:
         self.eager.cache_clear()  # type: ignore[attr-defined]
         self._memory.free()
 
+    def _along(self) -> list[torch.Tensor]:
+        """Divides the messages of all machines among their ranks. Collective."""
+        world = self._topology.world
+        machine_of = [tuple(ranks) for ranks in world.allgather(self._ranks)]
+        machines = sorted(set(machine_of))  # by first rank, as their messages
+        nbytes = ALONG_NBYTES // max(map(len, machines)) // _ALIGNMENT * _ALIGNMENT
+        messages = torch.from_numpy(self._memory.messages)
+        lanes = []
+        for rank, ranks in zip(world.world_ranks, machine_of, strict=True):
+            begin = FINGERPRINT_NBYTES + ranks.index(rank) * nbytes
+            lanes.append(messages[:, machines.index(ranks), begin : begin + nbytes])
+        return lanes
+
     @LASTING
     def _make_eager(self, shape: torch.Size, dtype: torch.dtype) -> EagerBuffers:
         """Returns tensors of this shape in the eager buffers; none if they are too large."""
         nbytes = shape.numel() * dtype.itemsize
-        # Ranks on other machines cannot read the eager buffers.
-        if self._topology.count > 1 or nbytes > self._memory.eager_nbytes:
+        if nbytes > self._lanes[0].shape[1]:
             return []
         return [
-            [pair[parity][:nbytes].view(dtype).view(shape) for pair in self._memory.eager]
+            [lane[parity][:nbytes].view(dtype).view(shape) for lane in self._lanes]
             for parity in range(2)
         ]
 
     def _exchange(self, parity: int) -> None:
         if self.rank == 0:
-            own = self._memory.fingerprints[0][parity]
+            messages = self._memory.messages[parity]
+            own = messages[self._topology.inter_node.rank].copy()
+            own[:FINGERPRINT_NBYTES] = self._memory.fingerprints[0][parity]
             # Other machines see this one alone: a place that no rank gives shows that ours differ.
             if len({bytes(pair[parity]) for pair in self._memory.fingerprints}) > 1:
                 own[bytes(own).index(b"\n") + 1] = ord("*")
-            heard = self._memory.heard[parity].reshape(-1).data
-            arrived = self._topology.inter_node.begin_allgather(own, heard)
+            heard = messages.reshape(-1).data
+            arrived = self._topology.inter_node.begin_allgather(own.data, heard)
             pause = 1e-5  # polled with growing pauses, since no semaphore reaches another machine
             while True:
                 try:
@@ -277,7 +300,7 @@ class CheckedBarrier:
     def _found(self, parity: int) -> list[bytes]:
         found = [bytes(pair[parity]) for pair in self._memory.fingerprints]
         if self._topology.count > 1:
-            found += [bytes(one) for one in self._memory.heard[parity]]
+            found += [bytes(one[:FINGERPRINT_NBYTES]) for one in self._memory.messages[parity]]
         return found
 
     def _is_same(self, own: bytes, parity: int) -> bool:

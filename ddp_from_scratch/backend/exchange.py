@@ -53,7 +53,7 @@ class Exchange:
         """
         lanes = self._size if for_each else 1
         if buffers := self._barrier.eager(torch.Size((lanes, most)), torch.uint8):
-            own = buffers[1 - self._barrier.parity][self._barrier.rank]
+            own = buffers[1 - self._barrier.parity][self._rank]
             for lane, tensor in zip(own, sent, strict=False):
                 lane[: tensor.nbytes].copy_(flat_bytes(tensor.contiguous()))
         # Opening the stage must wait, since it is collective.
@@ -123,7 +123,8 @@ class Exchange:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         own = self._rank
-        if self._topology.count == 1:
+        is_small = self._barrier.eager(torch.Size((1, tensor.nbytes)), torch.uint8)
+        if self._topology.count == 1 or is_small:
             received = [tensor if rank == root != own else None for rank in range(self._size)]
             self([tensor] if own == root else [], received, tensor.nbytes)
             return

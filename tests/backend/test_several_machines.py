@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_from_scratch.backend.all_reduce import GATHERED, STAGED_FROM, crossing_in
-from ddp_from_scratch.backend.barrier import EAGER_NBYTES
+from ddp_from_scratch.backend.barrier import ALONG_NBYTES, EAGER_NBYTES
 from ddp_from_scratch.backend.reduction import CHUNK
 from ddp_from_scratch.backend.stage import PIECE_ACROSS
 from tests.support.machines import OPERATIONS, SIZES, group_over, machines
@@ -95,6 +95,76 @@ def copied(group, expected):
     assert copies.called == expected
 
 
+def small_ones(world, sizes):
+    """What is small travels with the barrier's message: no other is sent."""
+    layouts = [(sizes, max(sizes))]
+    if sizes == (2, 2):
+        layouts.append((lambda rank: rank % 2, 2))
+    for machines_of, most in layouts:
+        group = group_over(world, machines_of)
+        room = ALONG_NBYTES // most // 16 * 16
+        for numel in (1, room // 8, room // 8 + 1):
+            check_small(world, group, numel, sends=8 * numel > room)
+        # In lanes for each rank a number less fits.
+        check_all_to_all(world, group, room // 8 // world.world_size)
+    for step in range(50):  # a rank that is ahead overwrites nothing that another still reads
+        value = torch.tensor([step + 0.5 * world.rank], dtype=torch.float64)
+        if step % (world.rank + 2) == 0:
+            time.sleep(0.002)
+        dist.all_reduce(value, group=group)
+        n = world.world_size
+        assert value.item() == n * step + 0.25 * n * (n - 1)
+
+
+def check_small(world, group, numel, sends):
+    n, r = world.world_size, world.rank
+    values = torch.arange(n * numel, dtype=torch.float64).view(n, numel).add(0.1)
+    total = sum(values.unbind())
+    for root in range(n):
+        with messages(group, sends):
+            sent = values[r].clone()
+            dist.broadcast(sent, root, group=group)
+        assert torch.equal(sent, values[root])
+    with messages(group, sends):
+        summed = values[r].clone()
+        dist.all_reduce(summed, group=group)
+    assert torch.equal(summed, total)
+    with messages(group, sends):
+        gathered = torch.empty_like(values)
+        dist.all_gather_into_tensor(gathered, values[r], group=group)
+    assert torch.equal(gathered, values)
+    with messages(group, sends):
+        reduced = values[r].clone()
+        dist.reduce(reduced, n - 1, group=group)
+    assert torch.equal(reduced, total if r == n - 1 else values[r])
+    half = torch.full((2,), r + 1.0)  # of this machine alone
+    group.average_on_machine(half).wait()
+    here = group._topology.intra_node.world_ranks
+    assert half.eq(sum(rank + 1 for rank in here) / len(here)).all()
+
+
+def check_all_to_all(world, group, numel):
+    n, r = world.world_size, world.rank
+    output, whole = torch.empty(2, n * numel, dtype=torch.float64).unbind()
+    for rank in range(n):
+        whole[rank * numel : (rank + 1) * numel] = 10 * r + rank
+    with messages(group, False):
+        part = torch.empty(numel, dtype=torch.float64)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+    assert part.eq(sum(10 * rank + r for rank in range(n))).all()
+    dist.all_to_all_single(output, whole, group=group)
+    assert output.tolist() == [10.0 * rank + r for rank in range(n) for _ in range(numel)]
+
+
+@contextmanager
+def messages(group, expected):
+    """Whether messages are sent besides the barrier's."""
+    kind = type(group._topology.world)
+    with patch.object(kind, "exchange", autospec=True, side_effect=kind.exchange) as exchanges:
+        yield
+    assert exchanges.called == expected
+
+
 def asleep(seconds, sleep=time.sleep):
     sleep(max(seconds, 0.7))
 
@@ -152,6 +222,7 @@ CALLED = {
     failures_over_machines: [(2, 1), (1, 1)],
     sixteen_bits: [(2, 1), (1, 1, 1), (1, 2)],
     in_windows: [(2, 2), (1, 2), (1, 1), (4,)],
+    small_ones: [(2, 2), (1, 2), (1, 1), (3, 1)],
 }
 CASES = [(called, "node", every[0]) for called, every in CALLED.items()]
 CASES += [(over_machines, "node", (2,)), (over_machines, "mpi", (3,))]

@@ -60,3 +60,26 @@ def test_a_pulled_cable_ends_both_sides(hosts):
             assert "frame #" not in each.err
             assert "Traceback" not in each.err
             each.assert_nobody_left()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("benchmark", "options", "rows"),
+    [
+        ("two_hosts", "--quick --rounds 2 --model mlp", ["torch DDP", "Reducer, int8"]),
+        (
+            "compression",
+            "--quick",
+            ["digits, float32", "digits, int8", "gpt, float32", "gpt, int8"],
+        ),
+    ],
+)
+def test_benchmarks(benchmark, options, rows, tmp_path):
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", *options.split()]
+    if (why := missing("tc")) is not None:
+        pytest.skip(why)
+    with Run(*command, "--results", str(tmp_path)) as run:
+        assert run.wait(240.0) == 0, run.text
+        for row in rows:
+            assert re.search(rf"^{re.escape(row)} .*\d", run.out, re.MULTILINE), run.text
+    assert list(tmp_path.glob(f"{benchmark}-*.json"))
