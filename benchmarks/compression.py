@@ -49,12 +49,16 @@ def main() -> int:
         train_gpt(options)
         return 0
     network.check_available([options.backend])
-    with network.stoppable(), network.two_hosts() as hosts:
-        with tempfile.TemporaryDirectory(prefix="compression-") as folder:
-            found = {
-                "digits": digits(hosts, options, Path(folder)),
-                "gpt": gpt(hosts, options, Path(folder)),
-            }
+    with (
+        network.stoppable(),
+        network.two_hosts() as hosts,
+        tempfile.TemporaryDirectory(prefix="compression-") as name,
+    ):
+        folder = Path(name)
+        found = {
+            "digits": digits(hosts, options, folder),
+            "gpt": gpt(hosts, options, folder),
+        }
     report(options, found)
     return 0
 
