@@ -135,7 +135,9 @@ def remove(reducer: CoreReducer) -> None:
 
 def active_reducers() -> list[CoreReducer]:
     """Returns the Reducers that are in use, in launch order."""
-    return [*_active.values()][::-1]
+    # Not `values()`, which fails if another thread makes a Reducer meanwhile.
+    found = [reducer for ref in _active.valuerefs() if (reducer := ref()) is not None]
+    return found[::-1]
 
 
 def shared_parameters(reducer: CoreReducer) -> frozenset[int]:

@@ -83,7 +83,10 @@ class Unused(Usage):
         self._counted = Counter[int]()
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Weak: the hooks on a graph own its record, which disappears with the graph.
-        self._forwards: weakref.WeakSet[_ForwardGraph] = weakref.WeakSet()
+        # By id. Not a WeakSet: a Reducer's pass in another thread reads them while this one adds.
+        self._by_id: weakref.WeakValueDictionary[int, _ForwardGraph] = (
+            weakref.WeakValueDictionary()
+        )
         self._last: _ForwardGraph | None = (
             None  # the last walk's record, which a static graph reuses
         )
@@ -121,7 +124,7 @@ class Unused(Usage):
             return
         if self._last is None or not self.is_static:
             self._last = self._search(tensors)
-        self._forwards.add(self._last)
+        self._by_id[id(self._last)] = self._last
         for node in nodes:
             # Weak, so that a graph does not keep the Reducer alive.
             node.register_prehook(partial(_enter, weakref.ref(self), self._last))
@@ -138,14 +141,17 @@ class Unused(Usage):
         others = [leaf for leaf in leaves if id(leaf) not in known]
         return _ForwardGraph({known[id(leaf)] for leaf in leaves if id(leaf) in known}, others)
 
+    def _forwards(self) -> list[_ForwardGraph]:
+        return [found for ref in self._by_id.valuerefs() if (found := ref()) is not None]
+
     @property
     def hides_parameters(self) -> bool:
         """True if a graph has a reentrant checkpoint, which may use any parameter."""
-        return any(forward.reached is None for forward in self._forwards)
+        return any(forward.reached is None for forward in self._forwards())
 
     def will_enter(self) -> bool:
         """True if the pass that autograd executes goes through one of these graphs."""
-        return any(map(self._accumulates, self._forwards))
+        return any(map(self._accumulates, self._forwards()))
 
     def _accumulates(self, forward: _ForwardGraph) -> bool:
         """True for `backward()`, False for `torch.autograd.grad`."""
@@ -160,7 +166,7 @@ class Unused(Usage):
     def on_enter(self, forward: _ForwardGraph) -> None:
         """Marks parameters unused when backward enters the graph of a forward pass."""
         reducer: CoreReducer | None = self._reducer()
-        if reducer is None or forward not in self._forwards:
+        if reducer is None or id(forward) not in self._by_id:
             return  # the Reducer was removed
         if not (self.hides_parameters or self._accumulates(forward)):
             return
@@ -266,7 +272,7 @@ class Unused(Usage):
         self._used_by_any, self._has_agreed = None, False
 
     def remove(self) -> None:
-        self._forwards.clear()  # graphs that are still alive do not enter
+        self._by_id.clear()  # graphs that are still alive do not enter
 
 
 def _enter(unused: "weakref.ref[Unused]", forward: _ForwardGraph, _gradients: Any) -> None:

@@ -82,3 +82,29 @@ def test_two_threads_train_with_a_hook_that_allows_one_bucket_in_flight(world):
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+@on("gloo-2")
+def test_two_threads_train_with_unused_parameters(world):
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    models = [nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)]) for _ in groups]
+    errors = []
+
+    def train_long(model, group):
+        try:
+            reducer = Reducer(
+                model, group, find_unused_parameters=True, check_first_average=False
+            )
+            for step in range(200):
+                model(torch.full((4, 64), float(world.rank + step))).square().mean().backward()
+            reducer.remove()
+        except RuntimeError as error:
+            errors.append(error)
+
+    pairs = zip(models, groups, strict=True)
+    threads = [threading.Thread(target=train_long, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
