@@ -70,12 +70,10 @@ class AllReduce:
         self._topology, self._barrier, self._shared, self._stage = topology, barrier, shared, stage
         # One per dtype is enough, since the operations of a group run one after another.
         self._scratches: dict[torch.dtype, torch.Tensor] = {}
-        # One machine's ranks alone cannot use it: it has what the ranks of all machines bring.
-        self._is_eager = topology.count == barrier.machines
 
-    def prepare(self, tensor: torch.Tensor) -> str:
+    def prepare(self, tensor: torch.Tensor, crossing: Crossing | None = None) -> str:
         """Copies the tensor to where others read it after the meeting, or returns its place."""
-        if buffers := self._eager(tensor):
+        if buffers := self._eager(tensor, crossing):
             # The buffer of the next meeting: a slow rank may still read that of the last one.
             buffers[1 - self._barrier.parity][self._topology.world.rank].copy_(tensor)
             return ""
@@ -95,8 +93,7 @@ class AllReduce:
 
         A `crossing` is for sums.
         """
-        crosses = crossing is not None and self._topology.count > 1
-        if (buffers := self._eager(tensor)) and not crosses:
+        if buffers := self._eager(tensor, crossing):
             total = tensor
             if tensor.dtype != reduction.dtype:
                 total = self._scratch(reduction)[: tensor.numel()].view(tensor.shape)
@@ -133,8 +130,12 @@ class AllReduce:
     def free(self) -> None:
         self._stage.free()
 
-    def _eager(self, tensor: torch.Tensor) -> EagerBuffers:
-        return self._barrier.eager(tensor.shape, tensor.dtype) if self._is_eager else []
+    def _eager(self, tensor: torch.Tensor, crossing: Crossing | None) -> EagerBuffers:
+        here = self._topology.count == 1
+        # One machine's ranks alone cannot use buffers with what the ranks of all machines bring.
+        of_all = self._topology.count == self._barrier.machines
+        usable = of_all and (here or crossing is None)
+        return self._barrier.eager(tensor.shape, tensor.dtype) if usable else []
 
     def _is_staged(self, tensor: torch.Tensor) -> bool:
         here = self._topology.count == 1

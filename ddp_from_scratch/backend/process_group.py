@@ -155,7 +155,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 tensor.numel(), tensor.dtype, op, caller.op_label
             )
             run = partial(self._reduce, tensor, reduction, crossing)
-            operations.append(Operation(text, run, partial(self._reduce.prepare, tensor)))
+            prepare = partial(self._reduce.prepare, tensor, crossing)
+            operations.append(Operation(text, run, prepare))
         return self._submit("all_reduce", tensors, opts, operations, written=tensors)
 
     def _all_reduce_elsewhere(self, tensors: Tensors, opts: Any) -> dist.Work:
