@@ -4,7 +4,7 @@
 
 A hook is called as `hook(state, bucket) -> Future[Tensor]`, as by torch's DDP, so hooks for DDP run
 here unchanged. `state` is what was registered with the hook, for this library's hooks a process
-group (None means all ranks). `bucket` has the methods of torch's `dist.GradBucket`. The future's
+group (None means the Reducer's). `bucket` has the methods of torch's `dist.GradBucket`. The future's
 value is the averaged flat tensor, of any floating dtype, or a list of only that tensor.
 
 A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
@@ -167,7 +167,7 @@ class CommConfig:
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook = hook
-        self.state = state
+        self.state = self.process_group if state is None and is_ours(hook) else state
         self._owner = owner or self._owner
         # The last plan without a weight, and the group that it is for. Weak, as `last_group`.
         self._plan: AveragePlan | None = None
@@ -191,8 +191,7 @@ class CommConfig:
     def through_group(self) -> bool:
         """True if the comm hook sends through `open_group()`, not a group of its own."""
         named = getattr(self.state, "process_group", self.state)
-        ours = self.process_group or dist.group.WORLD
-        return is_ours(self.hook) and (named or dist.group.WORLD) is ours
+        return is_ours(self.hook) and named in (None, self.process_group or dist.group.WORLD)
 
     def averages_over_one_rank(self) -> bool:
         """True if each gradient is its own average: one rank, and no comm hook of the program's."""
@@ -213,9 +212,10 @@ class CommConfig:
     def _new_plan(self, own: dist.ProcessGroup, weight: float) -> AveragePlan:
         group, state = self.open_group(), self.state
         hook: Callable[..., Future] = self.hook
+        named = getattr(state, "process_group", state)  # a user's hook may have any state
         # The state of this library's hooks is the Reducer's group, or names it. They send through
         # `group` instead, unless both are one: a reference to gloo's group keeps its threads alive.
-        if group is not own and self.through_group():
+        if self.through_group() and group is not (named or dist.group.WORLD):
             if hasattr(state, "process_group"):
                 hook = partial(hook, group=group)
             else:
@@ -231,9 +231,8 @@ class CommConfig:
         if self.sums:  # nothing divides
             mean, op = weight, dist.ReduceOp.SUM
         elif op == dist.ReduceOp.SUM:
-            named = getattr(state, "process_group", state)  # a user's hook may have any state
-            known = named is None or isinstance(named, dist.ProcessGroup)
-            scale *= 1.0 / dist.get_world_size(named if known else self.process_group)
+            other = isinstance(named, dist.ProcessGroup)
+            scale *= 1.0 / dist.get_world_size(named if other else self.process_group)
         return AveragePlan(
             hook=hook,
             state=state,

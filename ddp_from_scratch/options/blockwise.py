@@ -182,7 +182,7 @@ class Int8State:
     ranks of a machine change, errors begin with zeros again.
 
     Attributes:
-        process_group: the ranks that take part; None means all.
+        process_group: the ranks that take part; None means those of the Reducer.
     """
 
     process_group: dist.ProcessGroup | None = None

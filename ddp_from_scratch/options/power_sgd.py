@@ -33,7 +33,7 @@ class PowerSGDState:
     Attributes:
         rank: the rank of the matrices. A higher rank is more exact and sends more.
         start: number of averages at the beginning that are sent in full.
-        process_group: the ranks that take part; None means all.
+        process_group: the ranks that take part; None means those of the Reducer.
         iteration: number of averages so far.
         elements_sent: number of elements that this rank has sent.
         elements_total: number of gradient elements in the same averages.

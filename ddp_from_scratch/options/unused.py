@@ -84,9 +84,7 @@ class Unused(Usage):
         self._index_of = {id(p): index for index, p in enumerate(reducer.parameters)}
         # Weak: the hooks on a graph own its record, which disappears with the graph.
         # By id. Not a WeakSet: a Reducer's pass in another thread reads them while this one adds.
-        self._by_id: weakref.WeakValueDictionary[int, _ForwardGraph] = (
-            weakref.WeakValueDictionary()
-        )
+        self._by_id: weakref.WeakValueDictionary[int, _ForwardGraph] = weakref.WeakValueDictionary()
         self._last: _ForwardGraph | None = (
             None  # the last walk's record, which a static graph reuses
         )

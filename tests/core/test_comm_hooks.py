@@ -20,7 +20,9 @@ from torch.nn.functional import mse_loss
 from ddp_from_scratch import Reducer, broadcast_parameters
 from ddp_from_scratch.core.bucket import AveragePlan, FlatBucket
 from ddp_from_scratch.options import comm_hooks
+from ddp_from_scratch.options.blockwise import Int8State
 from ddp_from_scratch.options.comm_hooks import Later
+from ddp_from_scratch.options.power_sgd import PowerSGDState, power_sgd_hook
 from tests.support.on_ranks import on
 from tests.support.terms import Terms, assert_grads, is_rank_0s, mean, own
 from tests.support.tiers import slow
@@ -209,4 +211,30 @@ def test_a_hook_that_wants_divided_gradients_may_have_any_state(world):
     model(torch.full((1, 2), float(world.rank))).sum().backward()
     assert model.weight.grad.tolist() == [[0.5, 0.5]]
     assert state == {"calls": 1}
+    reducer.remove()
+
+
+STATES = {
+    "int8": (Int8State, comm_hooks.int8_blockwise),
+    "PowerSGD": (lambda: PowerSGDState(2), power_sgd_hook),
+} | {name: (lambda: None, hook) for name, hook in OURS.items()}
+
+
+@pytest.mark.parametrize("messages", [False, slow(True)])
+@pytest.mark.parametrize("name", STATES)
+@on("gloo-3")
+def test_a_hook_without_a_group_averages_over_the_ranks_of_its_reducer(world, name, messages):
+    """And the rank outside of them need not take part."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    group, ranks = (groups[1], [1]) if world.rank == 1 else (groups[0], [0, 2])
+    model = nn.Linear(40, 40, bias=False)
+    nn.init.zeros_(model.weight)
+    reducer = Reducer(model, group, shared_memory=not messages)
+    make_state, hook = STATES[name]
+    reducer.register_comm_hook(make_state(), hook)
+    for _ in range(3 if world.rank == 1 else 2):
+        model.zero_grad()
+        model(torch.full((1, 40), world.rank + 1.0)).sum().backward()
+    expected = torch.full((40, 40), sum(rank + 1.0 for rank in ranks) / len(ranks))
+    torch.testing.assert_close(model.weight.grad, expected, rtol=0.01, atol=0.0)
     reducer.remove()

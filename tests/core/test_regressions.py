@@ -22,8 +22,9 @@ from tests.support.terms import Terms, mean, own
 @on("gloo-2")
 def test_a_hook_divides_by_the_size_of_the_group_that_its_state_names(world, name):
     hook, groups = getattr(comm_hooks, name), [dist.new_group([rank]) for rank in range(2)]
-    alone = groups[world.rank]
-    for of_reducer, of_hook, expected in ((alone, None, mean(world)), (None, alone, own(world))):
+    alone, everyone = groups[world.rank], dist.group.WORLD
+    cases = (alone, everyone, mean(world)), (None, alone, own(world)), (alone, None, own(world))
+    for of_reducer, of_hook, expected in cases:
         model = Terms(3)
         reducer = Reducer(model, of_reducer, shared_memory=False)
         reducer.register_comm_hook(of_hook, hook)

@@ -92,9 +92,7 @@ def test_two_threads_train_with_unused_parameters(world):
 
     def train_long(model, group):
         try:
-            reducer = Reducer(
-                model, group, find_unused_parameters=True, check_first_average=False
-            )
+            reducer = Reducer(model, group, find_unused_parameters=True, check_first_average=False)
             for step in range(200):
                 model(torch.full((4, 64), float(world.rank + step))).square().mean().backward()
             reducer.remove()
