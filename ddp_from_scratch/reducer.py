@@ -285,6 +285,12 @@ class Reducer:
             "ddp.DistributedDataParallel(model) is a wrapper"
         )
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Reducer cannot be copied or pickled, since it hooks the parameters of one module in "
+            "one process group: copy the module, and make a new Reducer for the copy"
+        )
+
     def __repr__(self) -> str:
         virtual_ranks = "" if self._virtual_ranks is None else f", {self._virtual_ranks}"
         return f"Reducer({self.stats()}{virtual_ranks})"

@@ -4,8 +4,8 @@
 
 A hook is called as `hook(state, bucket) -> Future[Tensor]`, as by torch's DDP, so hooks for DDP run
 here unchanged. `state` is what was registered with the hook, for this library's hooks a process
-group (None means the Reducer's). `bucket` has the methods of torch's `dist.GradBucket`. The future's
-value is the averaged flat tensor, of any floating dtype, or a list of only that tensor.
+group (None means the Reducer's). `bucket` has the methods of torch's `dist.GradBucket`. The value
+of the future is the averaged flat tensor, of any floating dtype, or a list of only that tensor.
 
 A hook that starts exactly one collective declares it: `hook.one_collective = True`. Several buckets
 may then be in flight. A second collective, as PowerSGD's, might come before the next bucket's on

@@ -155,9 +155,12 @@ class Layout:
             name, is_last = f"bucket {index} of {self._owner}", index == len(flat) - 1
             label = f"ddp.bucket {index} ({shortened([self.names[m] for m in members], 3)})"
             buckets.append(kind(members, parameters, buffer, strides, index, is_last, name, label))
-        for new in buckets:
-            if isinstance(new, ViewBucket):
-                new.restore(saved)
+        views = [bucket for bucket in buckets if isinstance(bucket, ViewBucket)]
+        windows = dict[int, str]()
+        for new in views:
+            windows |= new.window_names(self.names)
+            new.know_windows(windows)
+            new.restore(saved)
         separate = []
         for index, (member,) in enumerate(plan[len(flat) :], len(flat)):
             name, parameter = self.names[member], self.parameters[member]

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import repeat
-from operator import eq, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -28,8 +28,19 @@ class ViewBucket(FlatBucket):
         self._grad_windows = self.views_of(self.flat)
         self._position = {index: position for position, index in enumerate(self.members)}
         self._addresses = [view.data_ptr() for view in self.views]  # compared in every pass
+        # The address of each window, and its parameter, of all buckets that share the memory.
+        self._windows: Mapping[int, str] = dict.fromkeys(self._addresses, "a parameter")
         # Members whose gradient is already in the buffer, multiplied by `_scale`.
         self._packed, self._scale = set[int](), 1.0
+
+    def window_names(self, names: Sequence[str]) -> dict[int, str]:
+        """Maps the addresses of the windows to these names of all parameters."""
+        named = zip(self._addresses, self.members, self.views, strict=True)
+        return {address: names[index] for address, index, view in named if view.numel()}
+
+    def know_windows(self, windows: Mapping[int, str]) -> None:
+        """Notes which parameter's window lies where, in all buckets."""
+        self._windows = windows
 
     def grad_view(self, index: int) -> torch.Tensor | None:
         """Returns the window for a missing gradient; None if the parameter has a `.grad`."""
@@ -52,10 +63,12 @@ class ViewBucket(FlatBucket):
             view.add_(gradient, alpha=scale)
         elif gradient.data_ptr() == self._addresses[position] and same_memory(gradient, view):
             _multiply(view, scale)  # autograd has accumulated in place
-        elif scale == 1:
-            view.copy_(gradient)
         else:
-            torch.mul(gradient, scale, out=view)
+            self._check_source(position, gradient)
+            if scale == 1:
+                view.copy_(gradient)
+            else:
+                torch.mul(gradient, scale, out=view)
         # Otherwise autograd would add its next contribution, unscaled, to this scaled gradient.
         parameter.grad = None
         self._packed.add(index)
@@ -111,6 +124,7 @@ class ViewBucket(FlatBucket):
                     # If no rank uses this parameter, `.grad` must keep its value.
                     parameter.grad = view.clone()
             else:
+                self._check_source(position, gradient)
                 sources.append(gradient)
                 windows.append(view)
                 if index not in stays:
@@ -129,11 +143,23 @@ class ViewBucket(FlatBucket):
         return super().taken() - self._packed
 
     def _are_new(self, gradients: Sequence[Any]) -> bool:
-        """True, as in most passes, if no gradient is in the bucket and each window is."""
+        """True, as in most passes, if no gradient is in a bucket and each window is."""
         if any(map(is_, gradients, repeat(None))):
             return False
-        at, windows = self._addresses, [*map(torch.Tensor.data_ptr, self._grad_windows)]
-        return windows == at and not any(map(eq, map(torch.Tensor.data_ptr, gradients), at))
+        intact = [*map(torch.Tensor.data_ptr, self._grad_windows)] == self._addresses
+        in_buckets = self._windows.keys()
+        return intact and in_buckets.isdisjoint(map(torch.Tensor.data_ptr, gradients))
+
+    def _check_source(self, position: int, gradient: torch.Tensor) -> None:
+        """Raises a RuntimeError if a gradient is in the window of another parameter."""
+        other = self._windows.get(gradient.data_ptr())
+        own = self._windows.get(self._addresses[position])
+        if other is not None and other != own:
+            raise RuntimeError(
+                f"the .grad of {own} is that of {other}, which is a part of a bucket: .grad was "
+                f"swapped or shared between parameters. Copy its values, {own}.grad.copy_(...), or "
+                f"call zero_grad() after the step"
+            )
 
     def unpack(self, used: Collection[int] | None = None) -> None:
         if self.state is BucketState.LANDED:

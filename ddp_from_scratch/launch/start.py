@@ -189,6 +189,7 @@ def _check_job(
             f"start_ranks must be called in the main thread, the only one that may handle the "
             f"signals that stop ranks, got {threading.current_thread().name}"
         )
+    environment.check_alone()
     if min(counts, default=0) < 1:
         raise UsageError(f"counts must be 1 or more for each machine, got {list(counts)}")
     if max_restarts is not None and not 0 <= max_restarts <= MAX_RESTARTS:
@@ -228,8 +229,10 @@ def start_mpirun(nproc: int, command: Sequence[str], *, bind: str = "auto") -> i
         mpirun's exit code.
 
     Raises:
-        UsageError: there is no mpirun, or `bind` cannot be.
+        UsageError: there is no mpirun, `bind` cannot be, or this process has a part of a rank's
+            variables: `WORLD_SIZE` without `RANK`, say.
     """
+    environment.check_alone()
     full, defaults = environment.mpirun_command(nproc, command)
     defaults[environment.STARTED_HERE] = "1"
     plan = cores.plan_here(nproc, bind)

@@ -1,5 +1,7 @@
 """Arguments of a wrong kind: the error names the value, and what was expected."""
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -237,3 +239,15 @@ def test_a_timeline_takes_a_wrapper(world, tmp_path):
             wrapper.zero_grad()
             wrapper(own(world)).backward()
     assert len(timeline.record.steps) == 2
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_reducer_cannot_be_copied(alone, copies):
+    model = nn.Linear(2, 2)
+    reducer = Reducer(model)
+    with pytest.raises(
+        TypeError, match=r"a Reducer cannot be copied .* a new Reducer for the copy"
+    ):
+        copies(reducer)
+    copies(model)
+    reducer.remove()

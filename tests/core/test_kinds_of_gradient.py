@@ -723,3 +723,36 @@ def test_where_average_gradients_cannot_be_used(world, program, text):
     model = Terms(2)
     with pytest.raises(RuntimeError, match=text):
         program(model, Reducer(model))
+
+
+@pytest.mark.parametrize("how", ["swapped", "shared"])
+@pytest.mark.parametrize("size", [3, 128])  # packed together, and each as it is ready
+@pytest.mark.parametrize("cap", [0, 25])
+@on("gloo-2")
+def test_a_gradient_in_the_window_of_another_parameter_raises(world, how, size, cap):
+    """It would be overwritten while the other one is averaged."""
+
+    def backward():
+        model.zero_grad(set_to_none=False)
+        model(torch.full((1, size), world.rank + 1.0)).sum().backward()
+
+    model = nn.Sequential(*[nn.Linear(size, size, bias=False) for _ in range(3)])
+    ddp.broadcast_parameters(model)
+    reducer = Reducer(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    backward()
+    backward()
+    one, two = model[0].weight, model[2].weight
+    expected = one.grad.clone()
+    one.grad, two.grad = (two.grad, one.grad) if how == "swapped" else (two.grad, two.grad)
+    text = r"the \.grad of [02]\.weight is that of [02]\.weight, which is a part of a bucket"
+    with pytest.raises(RuntimeError, match=text):
+        backward()
+    reducer.remove()
+    model.zero_grad()
+    reducer = Reducer(model, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    backward()
+    backward()
+    one.grad, two.grad = two.grad, one.grad
+    model.zero_grad()  # gradients are new again
+    backward()
+    assert torch.equal(one.grad, expected)

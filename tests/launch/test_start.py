@@ -11,7 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from ddp_from_scratch import start_ranks
+import ddp_from_scratch as ddp
+from ddp_from_scratch import UsageError, start_ranks
 from ddp_from_scratch.launch import agent
 from ddp_from_scratch.launch.start import _pass_on
 from tests.support.failing_run import Run
@@ -91,7 +92,8 @@ def test_mpiruns_own_messages_are_left_out_after_a_stop(stopping, said, passed_o
 PARENT = """
 import sys
 import threading
-from ddp_from_scratch import start_ranks
+import ddp_from_scratch as ddp
+from ddp_from_scratch import UsageError, start_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
 counts, node_rank, port, *command = sys.argv[1:]
 at = [*map(int, counts.split(","))], int(node_rank), "127.0.0.1", int(port), 60.0
@@ -124,3 +126,14 @@ def test_a_failure_on_one_machine_ends_the_others(tmp_path):
         assert (second.wait(), second.err) == (137, f"{told}; all other ranks were stopped\n")
         assert (first.wait(), first.err) == (1, f"stopped: machine 1: {told}\n")
     assert sorted(file.name for file in tmp_path.iterdir()) == places
+
+
+@pytest.mark.parametrize("start", [start_ranks, ddp.start_mpirun])
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "RANK"])
+def test_a_part_of_a_ranks_variables_raises(monkeypatch, start, name):
+    """Each process of a job that is started so would train alone."""
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(UsageError, match=f"the environment has {name}=2 and no "):
+        start(*((1, ["true"]) if start is ddp.start_mpirun else (["true"], [1])))

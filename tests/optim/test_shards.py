@@ -1002,3 +1002,22 @@ def test_a_state_dict_on_one_rank_alone_says_what_to_do(world):
     told = r'rank 0 .* for optimizer.state_dict\(\), collective with shard="world": call it on all'
     with pytest.raises(ddp.CommunicationError, match=told):
         step() if world.rank else optimizer.state_dict()
+
+
+@pytest.mark.parametrize("shard", ["node", "world"])
+@on("gloo-2")
+def test_a_process_that_a_rank_forks_writes_to_the_rank_s_parameters(world, shard):
+    model, optimizer, _ = divided(world, "SGD", shard=shard)
+    at_once(model, optimizer)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    dist.barrier()
+    if world.rank == 0:
+        if (child := os.fork()) == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 1.0
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    shared = float(shard == "node" or world.rank == 0)
+    assert all(torch.equal(b + shared, p) for b, p in zip(before, model.parameters(), strict=True))
