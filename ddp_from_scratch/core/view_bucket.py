@@ -64,7 +64,8 @@ class ViewBucket(FlatBucket):
         elif gradient.data_ptr() == self._addresses[position] and same_memory(gradient, view):
             _multiply(view, scale)  # autograd has accumulated in place
         else:
-            self._check_source(position, gradient)
+            if gradient.data_ptr() in self._windows:
+                self._check_source(position, gradient)
             if scale == 1:
                 view.copy_(gradient)
             else:

@@ -245,9 +245,7 @@ def test_a_timeline_takes_a_wrapper(world, tmp_path):
 def test_a_reducer_cannot_be_copied(alone, copies):
     model = nn.Linear(2, 2)
     reducer = Reducer(model)
-    with pytest.raises(
-        TypeError, match=r"a Reducer cannot be copied .* a new Reducer for the copy"
-    ):
+    with pytest.raises(TypeError, match=r"a Reducer cannot be copied .* a new Reducer for"):
         copies(reducer)
     copies(model)
     reducer.remove()
