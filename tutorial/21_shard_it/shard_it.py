@@ -34,7 +34,8 @@ class Layer:
         views = self.whole[: len(flat)].split([p.numel() for p in self.parameters])
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view.view_as(parameter)
-        self.nbytes, self.missing, self.handle = self.whole.nbytes, len(self.parameters), None
+        self.nbytes, self.missing = self.whole.nbytes, len(self.parameters)
+        self.handle, self.gradients = None, None
         self.free()
 
     def free(self):
@@ -55,17 +56,20 @@ class Layer:
             self.handle.wait()
             self.handle = None
 
-    def reduce(self):
-        """Begins to sum the gradients: each rank gets its shard of the sum."""
+    def flatten(self):
+        """Copies the gradients into one flat tensor."""
         pad = torch.zeros(self.whole.numel() - sum(p.numel() for p in self.parameters))
         self.gradients = torch.cat([p.grad.flatten() for p in self.parameters] + [pad])
+
+    def reduce(self):
+        """Begins to sum the gradients: each rank gets its shard of the sum."""
         for parameter in self.parameters:
             parameter.grad = None
         self.shard.grad = torch.empty_like(self.shard)
         self.handle = dist.reduce_scatter_tensor(self.shard.grad, self.gradients, async_op=True)
 
     def finish(self):
-        """Waits for the sum, and makes the layer ready for a new step."""
+        """Waits for the sum, frees the whole gradients, and is ready for a new step."""
         self.handle.wait()
         self.shard.grad /= dist.get_world_size()
         self.missing, self.handle, self.gradients = len(self.parameters), None, None
@@ -76,7 +80,8 @@ class ShardedModel:
 
     def __init__(self, modules):
         self.modules, self.layers = modules, [Layer(module) for module in modules]
-        self.most = 0  # bytes of whole parameters and of gradients at one time
+        self.sending = None  # the layer whose gradients are on their way
+        self.most = 0  # bytes of whole parameters and whole gradients at one time
         for layer in self.layers:
             for parameter in layer.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, x=layer: self.on_ready(x))
@@ -99,23 +104,30 @@ class ShardedModel:
         return x
 
     def on_ready(self, layer):
-        """When a layer's last gradient is there: sends the gradients, and frees the parameters."""
+        """When a layer's last gradient is there: frees the parameters, and sends the gradients."""
         layer.missing -= 1
         if not layer.missing:
             self.note()
-            layer.reduce()
             layer.free()
+            self.finish()
+            layer.flatten()
+            self.note()
+            layer.reduce()
+            self.sending = layer
 
     def finish(self):
-        """Waits for all gradients."""
-        for layer in self.layers:
-            layer.finish()
+        """Waits for the gradients that are on their way, of one layer at most."""
+        if self.sending:
+            self.sending.finish()
+            self.sending = None
 
     def note(self):
-        """Notes how many bytes of whole parameters and gradients there are now, if most."""
+        """Notes how many bytes of whole parameters and whole gradients there are now, if most."""
         whole = [layer.whole.untyped_storage().nbytes() for layer in self.layers]
-        gradients = [p.grad.nbytes for x in self.layers for p in x.parameters if p.grad is not None]
-        self.most = max(self.most, sum(whole) + sum(gradients))
+        gradients = [p.grad for layer in self.layers for p in layer.parameters]
+        gradients += [layer.gradients for layer in self.layers]
+        sizes = whole + [g.nbytes for g in gradients if g is not None]
+        self.most = max(self.most, sum(sizes))
 
 
 def make_modules():
