@@ -98,9 +98,11 @@ class ShardedModel:
         for place, module in enumerate(self.modules):
             self.fetch(place, place + 1)
             x = torch.relu(module(x))
-            if place + 1 < len(self.layers):  # backward begins with the last layer: it stays
+            # Backward begins with the last layer: it stays. In evaluation there is no backward.
+            if place + 1 < len(self.layers) or not x.requires_grad:
                 self.layers[place].free()
-            x.register_hook(lambda _, place=place: self.fetch(place, place - 1))
+            if x.requires_grad:
+                x.register_hook(lambda _, place=place: self.fetch(place, place - 1))
         return x
 
     def on_ready(self, layer):
