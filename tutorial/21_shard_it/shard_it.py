@@ -78,8 +78,9 @@ class Layer:
 class ShardedModel:
     """Gathers each layer before its forward and before its backward, and the next one meanwhile."""
 
-    def __init__(self, modules):
+    def __init__(self, modules, prefetch=True):
         self.modules, self.layers = modules, [Layer(module) for module in modules]
+        self.prefetch = prefetch
         self.sending = None  # the layer whose gradients are on their way
         self.most = 0  # bytes of whole parameters and whole gradients at one time
         for layer in self.layers:
@@ -89,7 +90,7 @@ class ShardedModel:
     def fetch(self, place, following):
         """Waits for a layer; the next one that will be used is fetched while this one computes."""
         self.layers[place].wait()
-        if 0 <= following < len(self.layers):
+        if self.prefetch and 0 <= following < len(self.layers):
             self.layers[following].gather()
         self.note()
 
@@ -155,9 +156,9 @@ def train(forward, finish, parameters):
     return times, state
 
 
-def run():
+def run(prefetch):
     """Trains sharded, and with torch's `fully_shard`; returns times, bytes, and whether equal."""
-    ours = ShardedModel(make_modules())
+    ours = ShardedModel(make_modules(), prefetch)
     shards = [layer.shard for layer in ours.layers]
     times, state = train(ours.forward, ours.finish, shards)
     parts = sum(shard.nbytes for shard in shards)
@@ -178,8 +179,10 @@ def run():
 
 def main():
     """Starts the ranks, and shows what each holds beside what it would hold undivided."""
-    options = read_options(__doc__, nproc=2)
-    show(start(run, options.nproc), LAYERS * (WIDTH + 1) * WIDTH, options.picture)
+    about = "fetch the next layer while one computes"
+    options = read_options(__doc__, nproc=2, prefetch=(["yes", "no"], about))
+    results = start(run, options.nproc, options.prefetch == "yes")
+    show(results, LAYERS * (WIDTH + 1) * WIDTH, options.picture)
 
 
 if __name__ == "__main__":
