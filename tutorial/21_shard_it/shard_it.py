@@ -14,7 +14,7 @@ from tutorial.options import read_options
 from tutorial.ranks import start
 from tutorial.show.shard_it import show
 
-WIDTH, LAYERS, BATCH, STEPS, RATE = 512, 8, 64, 3, 1e-3
+WIDTH, LAYERS, BATCH, STEPS, RATE = 512, 8, 64, 11, 1e-3
 
 
 class Layer:
