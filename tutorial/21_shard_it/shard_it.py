@@ -14,7 +14,7 @@ from tutorial.options import read_options
 from tutorial.ranks import start
 from tutorial.show.shard_it import show
 
-WIDTH, LAYERS, BATCH, STEPS, RATE = 512, 8, 64, 11, 1e-3
+WIDTH, LAYERS, BATCH, STEPS, RATE = 512, 8, 64, 8, 1e-3
 
 
 class Layer:
@@ -80,8 +80,7 @@ class ShardedModel:
 
     def __init__(self, modules, prefetch=True):
         self.modules, self.layers = modules, [Layer(module) for module in modules]
-        self.prefetch = prefetch
-        self.sending = None  # the layer whose gradients are on their way
+        self.prefetch, self.sending = prefetch, None  # the layer whose gradients are on their way
         self.most = 0  # bytes of whole parameters and whole gradients at one time
         for layer in self.layers:
             for parameter in layer.parameters:
@@ -127,10 +126,8 @@ class ShardedModel:
     def note(self):
         """Notes how many bytes of whole parameters and whole gradients there are now, if most."""
         whole = [layer.whole.untyped_storage().nbytes() for layer in self.layers]
-        gradients = [p.grad for layer in self.layers for p in layer.parameters]
-        gradients += [layer.gradients for layer in self.layers]
-        sizes = whole + [g.nbytes for g in gradients if g is not None]
-        self.most = max(self.most, sum(sizes))
+        gradients = [g for x in self.layers for g in (x.gradients, *(p.grad for p in x.parameters))]
+        self.most = max(self.most, sum(whole) + sum(g.nbytes for g in gradients if g is not None))
 
 
 def make_modules():
@@ -162,7 +159,7 @@ def run(prefetch):
     shards = [layer.shard for layer in ours.layers]
     times, state = train(ours.forward, ours.finish, shards)
     parts = sum(shard.nbytes for shard in shards)
-    held = {"shards": parts, "their gradients": parts, "state": state, "whole layers": ours.most}
+    held = {"shards": parts, "their gradients": parts, "state": state, "whole": ours.most}
 
     theirs = torch.nn.Sequential(*(torch.nn.Sequential(m, torch.nn.ReLU()) for m in make_modules()))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -179,8 +176,9 @@ def run(prefetch):
 
 def main():
     """Starts the ranks, and shows what each holds beside what it would hold undivided."""
-    about = "fetch the next layer while one computes"
-    options = read_options(__doc__, nproc=2, prefetch=(["yes", "no"], about))
+    options = read_options(
+        __doc__, nproc=2, prefetch=(["yes", "no"], "gather the next layer early")
+    )
     results = start(run, options.nproc, options.prefetch == "yes")
     show(results, LAYERS * (WIDTH + 1) * WIDTH, options.picture)
 
