@@ -80,7 +80,7 @@ class ShardedModel:
 
     def __init__(self, modules, prefetch=True):
         self.modules, self.layers = modules, [Layer(module) for module in modules]
-        self.prefetch, self.sending = prefetch, None  # the layer whose gradients are on their way
+        self.prefetch, self.sending = prefetch, None  # sending: whose gradients are on their way
         self.most = 0  # bytes of whole parameters and whole gradients at one time
         for layer in self.layers:
             for parameter in layer.parameters:
@@ -176,9 +176,7 @@ def run(prefetch):
 
 def main():
     """Starts the ranks, and shows what each holds beside what it would hold undivided."""
-    options = read_options(
-        __doc__, nproc=2, prefetch=(["yes", "no"], "gather the next layer early")
-    )
+    options = read_options(__doc__, nproc=2, prefetch=(["yes", "no"], "gather a layer early"))
     results = start(run, options.nproc, options.prefetch == "yes")
     show(results, LAYERS * (WIDTH + 1) * WIDTH, options.picture)
 
