@@ -49,6 +49,14 @@ def parameters_of_chapter_20():
     return list(of(20, "language_model").Model().parameters())
 
 
+def held_in_chapter_21():
+    """With the program's defaults, in MB: what comes and goes, and all together."""
+    program = of(21, "shard_it")
+    counts = [(program.WIDTH + 1) * program.WIDTH] * program.LAYERS
+    held = of(21, "solution").predict_memory(counts, 2)
+    return held["whole"] / 1e6, sum(held.values()) / 1e6
+
+
 def step_of_chapter_13(ranks):
     """With the defaults of scaling.py: on the wire, in turn and with overlap, in ms."""
     rows = of(13, "scaling").steps(100.0, 120.0, 20.0, 25.0, ranks, 4)
@@ -57,6 +65,7 @@ def step_of_chapter_13(ranks):
 
 MB = gradients_of_chapter_1()
 SHARE, COSTS = share_of_rank_0()
+WHOLE, TOGETHER = held_in_chapter_21()
 
 
 @pytest.mark.parametrize(
@@ -82,6 +91,10 @@ SHARE, COSTS = share_of_rank_0()
         (18, f"And {end_of('future_at_once')} ms"),
         (20, f"about {round(sum(p.numel() for p in parameters_of_chapter_20()), -4):,} parameters"),
         (20, f"in {len(parameters_of_chapter_20())} tensors"),
+        (21, f"{MB:.1f} of gradients and {2 * MB:.1f} of state, {4 * MB:.1f} together"),
+        (21, f"half of each, {2 * MB:.1f}"),
+        (21, f"4 times {WHOLE / 4:.2f} MB, {TOGETHER:.1f} together"),
+        (21, f"the {WHOLE:.1f} MB stay"),
     ],
 )
 def test_answers_are_what_the_programs_compute(number, said):

@@ -14,7 +14,7 @@ from tutorial.options import read_options
 from tutorial.ranks import start
 from tutorial.show.shard_it import show
 
-WIDTH, LAYERS, BATCH, STEPS, RATE = 512, 8, 64, 3, 1e-3
+WIDTH, LAYERS, BATCH, STEPS, RATE = 512, 8, 64, 8, 1e-3
 
 
 class Layer:
@@ -34,7 +34,8 @@ class Layer:
         views = self.whole[: len(flat)].split([p.numel() for p in self.parameters])
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view.view_as(parameter)
-        self.nbytes, self.missing, self.handle = self.whole.nbytes, len(self.parameters), None
+        self.nbytes, self.missing = self.whole.nbytes, len(self.parameters)
+        self.handle, self.gradients = None, None
         self.free()
 
     def free(self):
@@ -55,17 +56,20 @@ class Layer:
             self.handle.wait()
             self.handle = None
 
-    def reduce(self):
-        """Begins to sum the gradients: each rank gets its shard of the sum."""
+    def flatten(self):
+        """Copies the gradients into one flat tensor."""
         pad = torch.zeros(self.whole.numel() - sum(p.numel() for p in self.parameters))
         self.gradients = torch.cat([p.grad.flatten() for p in self.parameters] + [pad])
+
+    def reduce(self):
+        """Begins to sum the gradients: each rank gets its shard of the sum."""
         for parameter in self.parameters:
             parameter.grad = None
         self.shard.grad = torch.empty_like(self.shard)
         self.handle = dist.reduce_scatter_tensor(self.shard.grad, self.gradients, async_op=True)
 
     def finish(self):
-        """Waits for the sum, and makes the layer ready for a new step."""
+        """Waits for the sum, frees the whole gradients, and is ready for a new step."""
         self.handle.wait()
         self.shard.grad /= dist.get_world_size()
         self.missing, self.handle, self.gradients = len(self.parameters), None, None
@@ -74,9 +78,10 @@ class Layer:
 class ShardedModel:
     """Gathers each layer before its forward and before its backward, and the next one meanwhile."""
 
-    def __init__(self, modules):
+    def __init__(self, modules, prefetch=True):
         self.modules, self.layers = modules, [Layer(module) for module in modules]
-        self.most = 0  # bytes of whole parameters and of gradients at one time
+        self.prefetch, self.sending = prefetch, None  # sending: whose gradients are on their way
+        self.most = 0  # bytes of whole parameters and whole gradients at one time
         for layer in self.layers:
             for parameter in layer.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda _, x=layer: self.on_ready(x))
@@ -84,7 +89,7 @@ class ShardedModel:
     def fetch(self, place, following):
         """Waits for a layer; the next one that will be used is fetched while this one computes."""
         self.layers[place].wait()
-        if 0 <= following < len(self.layers):
+        if self.prefetch and 0 <= following < len(self.layers):
             self.layers[following].gather()
         self.note()
 
@@ -93,29 +98,36 @@ class ShardedModel:
         for place, module in enumerate(self.modules):
             self.fetch(place, place + 1)
             x = torch.relu(module(x))
-            if place + 1 < len(self.layers):  # backward begins with the last layer: it stays
+            # Backward begins with the last layer: it stays. In evaluation there is no backward.
+            if place + 1 < len(self.layers) or not x.requires_grad:
                 self.layers[place].free()
-            x.register_hook(lambda _, place=place: self.fetch(place, place - 1))
+            if x.requires_grad:
+                x.register_hook(lambda _, place=place: self.fetch(place, place - 1))
         return x
 
     def on_ready(self, layer):
-        """When a layer's last gradient is there: sends the gradients, and frees the parameters."""
+        """When a layer's last gradient is there: frees the parameters, and sends the gradients."""
         layer.missing -= 1
         if not layer.missing:
             self.note()
-            layer.reduce()
             layer.free()
+            self.finish()
+            layer.flatten()
+            self.note()
+            layer.reduce()
+            self.sending = layer
 
     def finish(self):
-        """Waits for all gradients."""
-        for layer in self.layers:
-            layer.finish()
+        """Waits for the gradients that are on their way, of one layer at most."""
+        if self.sending:
+            self.sending.finish()
+            self.sending = None
 
     def note(self):
-        """Notes how many bytes of whole parameters and gradients there are now, if most."""
+        """Notes how many bytes of whole parameters and whole gradients there are now, if most."""
         whole = [layer.whole.untyped_storage().nbytes() for layer in self.layers]
-        gradients = [p.grad.nbytes for x in self.layers for p in x.parameters if p.grad is not None]
-        self.most = max(self.most, sum(whole) + sum(gradients))
+        gradients = [g for x in self.layers for g in (x.gradients, *(p.grad for p in x.parameters))]
+        self.most = max(self.most, sum(whole) + sum(g.nbytes for g in gradients if g is not None))
 
 
 def make_modules():
@@ -141,13 +153,13 @@ def train(forward, finish, parameters):
     return times, state
 
 
-def run():
+def run(prefetch):
     """Trains sharded, and with torch's `fully_shard`; returns times, bytes, and whether equal."""
-    ours = ShardedModel(make_modules())
+    ours = ShardedModel(make_modules(), prefetch)
     shards = [layer.shard for layer in ours.layers]
     times, state = train(ours.forward, ours.finish, shards)
     parts = sum(shard.nbytes for shard in shards)
-    held = {"shards": parts, "their gradients": parts, "state": state, "whole layers": ours.most}
+    held = {"shards": parts, "their gradients": parts, "state": state, "whole": ours.most}
 
     theirs = torch.nn.Sequential(*(torch.nn.Sequential(m, torch.nn.ReLU()) for m in make_modules()))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -164,8 +176,9 @@ def run():
 
 def main():
     """Starts the ranks, and shows what each holds beside what it would hold undivided."""
-    options = read_options(__doc__, nproc=2)
-    show(start(run, options.nproc), LAYERS * (WIDTH + 1) * WIDTH, options.picture)
+    options = read_options(__doc__, nproc=2, prefetch=(["yes", "no"], "gather a layer early"))
+    results = start(run, options.nproc, options.prefetch == "yes")
+    show(results, LAYERS * (WIDTH + 1) * WIDTH, options.picture)
 
 
 if __name__ == "__main__":

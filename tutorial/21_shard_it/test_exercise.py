@@ -22,14 +22,16 @@ def held(exercise, widths):
         "shards": sum(shard.nbytes for shard in shards),
         "their gradients": sum(shard.grad.nbytes for shard in shards),
         "state": sum(s.nbytes for of_one in adam.state.values() for s in of_one.values()),
-        "whole layers": model.most,
+        "whole": model.most,
     }
     counts = [(before + 1) * after for before, after in sizes]
     return found, exercise.predict_memory(counts, dist.get_world_size())
 
 
 @pytest.mark.parametrize(
-    "widths", [(16, 16, 16, 16), (8, 64, 8, 8), (8, 8, 128, 64, 8), (64, 8)], ids=str
+    "widths",
+    [(16, 16, 16, 16), (8, 64, 8, 8), (8, 8, 128, 64, 8), (32, 16, 24, 20), (64, 8)],
+    ids=str,
 )
 def test_predict_memory(on_ranks, widths):
     for found, predicted in on_ranks(2, held, widths):
@@ -40,13 +42,15 @@ def test_predict_memory(on_ranks, widths):
 def gathered(exercise):
     sent = []
     gather = dist.all_gather_into_tensor
-    dist.all_gather_into_tensor = lambda whole, part, *more: (
-        sent.append(part.nbytes),
-        gather(whole, part, *more),
-    )
+
+    def gather_and_note(output_tensor, input_tensor, group=None, async_op=False):
+        sent.append(input_tensor.nbytes)
+        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    dist.all_gather_into_tensor = gather_and_note
     rank = dist.get_rank()
-    part = torch.linspace(rank, rank + 1, 100)
-    return part, exercise.gather_in_16_bits(part), sent
+    part = torch.nn.Parameter(torch.linspace(rank, rank + 1, 100))
+    return part.detach(), exercise.gather_in_16_bits(part).detach(), sent
 
 
 def test_gather_in_16_bits(on_ranks):
