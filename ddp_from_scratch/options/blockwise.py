@@ -5,7 +5,7 @@
 
 A block's scale is its largest absolute value / 127, and its elements are integers times the scale.
 Each machine owns a part of the elements. Every machine sends each owner its sum over its own ranks
-(all-to-all). The owner adds these sums in float32 and sends the average to all (all-gather).
+(all-to-all). The owner adds them to its own in float32 and sends the average to all (all-gather).
 
 Both messages are rounded, and both have error feedback: the owner of a part keeps what rounding has
 changed, and adds it to the next sum.
@@ -49,6 +49,7 @@ class Message:
 
     def __init__(self, numel: int, exact: torch.Tensor) -> None:
         blocks = -(-numel // BLOCK)
+        self.numel: int = numel
         begin = 4 * (blocks + exact.numel())
         self.payload: torch.Tensor = torch.empty(begin + numel, dtype=torch.uint8, device="cpu")
         self.floats: torch.Tensor = self.payload[:begin].view(torch.float32)
@@ -75,16 +76,21 @@ class Message:
     def is_finite(self) -> bool:
         return bool(self.floats.isfinite().all())
 
-    @staticmethod
-    def unpack(messages: Sequence["Message"], into: torch.Tensor) -> None:
-        """Replaces `into` by the sum of messages of its size."""
+    def unpack(self, into: torch.Tensor) -> None:
+        """Replaces `into` by the message."""
         for elements, blocks, width in _pieces(into.numel()):
-            rows = into[elements].view(-1, width).zero_()
-            for message in messages:
-                integers = message.integers[elements].view(-1, width)
-                rows.addcmul_(integers.float(), message.scales[blocks].view(-1, 1))
-        in_full = torch.stack([message.in_full for message in messages]).sum(0)
-        into.index_copy_(0, messages[0].exact, in_full)
+            rows = into[elements].view(-1, width)
+            rows.copy_(self.integers[elements].view(-1, width))
+            rows.mul_(self.scales[blocks].view(-1, 1))
+        into.index_copy_(0, self.exact, self.in_full)
+
+    def add_to(self, total: torch.Tensor) -> None:
+        """Adds the message to a tensor of its size."""
+        for elements, blocks, width in _pieces(total.numel()):
+            integers = self.integers[elements].view(-1, width).float()
+            rows = total[elements].view(-1, width)
+            rows.addcmul_(integers, self.scales[blocks].view(-1, 1))
+        total.index_add_(0, self.exact, self.in_full)
 
 
 def _pieces(numel: int) -> Iterator[tuple[slice, slice, int]]:
@@ -131,24 +137,23 @@ class Blockwise:
             exact.append(self._exact_in(begin + first, begin + last))
         sent, averages = (list(map(_message, shares, exact)) for _ in range(2))
         received = [_message(shares[rank], exact[rank]) for _ in shares]
+        total = shares[rank]  # in which this rank's own share is not rounded
+        sent[rank] = received[rank] = _message(total[:0], exact[rank][:0])
         # All-to-all: to each owner its share of this rank's part.
         for message, share in zip(sent, shares, strict=True):
-            message.pack(share)
-        received[rank] = sent[rank]
+            message.pack(share[: message.numel])
         yield _payloads(sent), _payloads(received)
-        # The sum, on every owner in the order of ranks.
-        total = torch.empty_like(shares[rank])
-        Message.unpack(received, total)
-        averages[rank].pack(total)
+        for message in received:
+            message.add_to(total[: message.numel])
+        averages[rank].pack(total)  # what rounding loses stays, as the error of the next step
         # A division: see `core/comm_hooks.py`.
         averages[rank].floats.mul_(self.factor)
-        shares[rank].add_(total)  # the errors of both messages, in the unit of sums
         # All-gather: every rank unpacks the same bytes.
         yield [averages[rank].payload] * size, _payloads(averages)
         if all(message.is_finite() for message in averages):
             error.copy_(part)
         for message, share in zip(averages, shares, strict=True):
-            Message.unpack([message], share)
+            message.unpack(share)
 
     def _error(self, begin: int, part: torch.Tensor) -> torch.Tensor:
         known = self.errors.get(begin)

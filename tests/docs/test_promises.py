@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 
 import pytest
 
@@ -239,6 +239,42 @@ def test_a_recheck_costs_what_the_page_says():
     told = told.format(first, others[0]) + f" and {others[1]:.2f} times with 100"
     (page,) = [page for page in PAGES if page.name == "same-bits.md"]
     assert told in " ".join(page.read_text().split())
+
+
+def test_models_learn_with_8_bits_what_the_page_says():
+    content = json.loads((ROOT / "benchmarks/results/compression-gloo-2.json").read_text())
+    (page,) = [page for page in PAGES if page.name == "comm-hooks.md"]
+    text = " ".join(page.read_text().split())
+    models, sent = ("digits", "gpt"), ("float32", "int8")
+    kinds = [content["samples"][model][kind] for model in models for kind in sent]
+    assert all(len(values) == 3 for values in kinds)
+    (one, two, three, four), (a, b, c, d) = map(fmean, kinds), map(stdev, kinds)
+    assert f"accuracy of {one:.4f} with float32 and {two:.4f} with 8 bits, with standard" in text
+    assert f"deviations of {a:.4f} and {b:.4f}. The loss of the GPT" in text
+    assert f"is {three:.4f} and {four:.4f} after {content['settings']['steps']} steps" in text
+    assert f"standard deviations of {c:.4f} and {d:.4f} (`python -m benchmarks.comp" in text
+
+
+@pytest.mark.parametrize(
+    ("backend", "ranks", "told"),
+    [
+        ("gloo", 2, "`Reducer` {Reducer, views} and `ddp.SGD` {Reducer and ddp.SGD}: no "),
+        ("gloo", 2, "bf16 with buckets of 1 MiB {Reducer, bf16, 1 MB buckets}, PowerSGD "),
+        ("gloo", 4, "step: `Reducer` {Reducer, views}, `ddp.SGD` {Reducer and ddp.SGD}: missed"),
+        ("gloo", 4, "step: gloo {Reducer, int8}, mpi"),
+        ("mpi", 4, ", mpi {Reducer, int8}: missed; a step without"),
+    ],
+)
+def test_steps_between_two_hosts_take_what_the_targets_say(backend, ranks, told):
+    name = f"benchmarks/results/two_hosts-resnet18-{backend}-{ranks}-1gbit.json"
+    content = json.loads((ROOT / name).read_text())
+    samples = {s["name"]: Samples(s["name"], s["milliseconds"]) for s in content["samples"]}
+
+    def ratio(match):
+        middle, low, high = samples[match[1]].ratio_to(samples["torch DDP, views"])
+        return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+    assert re.sub(r"{(.*?)}", ratio, told) in (ROOT / BENCHMARKS).read_text()
 
 
 def test_predictions_are_as_close_as_the_page_says():

@@ -31,7 +31,7 @@ def sent(values, exact=NONE):
     """The message of these values, what arrives, and what rounding has left."""
     message, left, arrived = Message(values.numel(), exact), values.clone(), values.clone()
     message.pack(left)
-    Message.unpack([message], arrived)
+    message.unpack(arrived)
     return message, arrived, left
 
 
@@ -96,10 +96,11 @@ def test_some_elements_are_sent_in_float32_and_coarsen_no_others():
     assert not sent(values, exact)[0].is_finite()
 
 
-def test_several_messages_are_unpacked_to_their_sum():
-    exact, total = torch.tensor([3]), torch.empty(300)
+def test_messages_are_added():
+    exact, total = torch.tensor([3]), torch.zeros(300)
     values = [float(k) * torch.ones(300) for k in (1, 2, 3)]
-    Message.unpack([sent(each, exact)[0] for each in values], total)
+    for each in values:
+        sent(each, exact)[0].add_to(total)
     assert total.eq(6).all()
 
 
