@@ -41,7 +41,8 @@ from ddp_from_scratch.launch.rank_process import run_to_exit
 
 ROOT = Path(__file__).parents[1]
 _GRACE_S = 5.0  # for a part that is cut off to end its ranks
-_START_S = 12.0  # to import torch and to start ranks, for each table
+_START_S = 15.0  # to import torch, to start ranks and to warm up, for each table
+_MARGIN = 0.7  # of the time that is left: the last step of each table, and slow machines
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def _on_nccl(model: str) -> Callable[[float], Sequence[str]]:
 
 def _seconds(share: float, tables: int, start: float = _START_S) -> str:
     """Returns the --seconds of each table of a part."""
-    return f"{max(0.2, share / tables - start):.1f}"
+    return f"{max(0.2, _MARGIN * (share / tables - start)):.1f}"
 
 
 def run(part: Part, seconds: float, folder: Path) -> Outcome:

@@ -1,11 +1,11 @@
 """Compares layouts: how many ranks, with how many threads each, train fastest on this machine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddp_from_scratch.bench.results import Run, Samples, fastest, save, text_table
+from ddp_from_scratch.bench.results import Run, Samples, fastest, save
 from ddp_from_scratch.bench.timing import BenchmarkJob, Content
 from ddp_from_scratch.bench.workloads import workload
 from ddp_from_scratch.launch.cores import options_of_mpirun, own_cpus, read
@@ -30,28 +30,35 @@ def layouts_of(cores: int) -> list[tuple[int, int]]:
     return [(ranks, cores // ranks) for ranks in range(1, cores + 1) if cores % ranks == 0]
 
 
-def compare(job: BenchmarkJob, run: Callable[[BenchmarkJob], Content], results: Path | None) -> str:
-    """Runs the job in each layout; returns a table, the fastest and how to start it.
+def compare(
+    job: BenchmarkJob, run: Callable[[BenchmarkJob], Content], results: Path | None
+) -> Iterator[str]:
+    """Runs the job in each layout; yields the lines of a table, the fastest and how to start it.
 
+    Each line comes as soon as it is known, since a machine with many cores has many layouts.
     The batch of the machine has the same size in all: one of the workload for each core.
     """
     here = read(own_cpus())
     cores, sockets = here.most_threads, len({core.socket for core in here.cores})
     of = workload(job.model)
     batch, found, contents = cores * of.samples(), [], []
+    yield f"{of.name} for each of {cores} cores: {batch} samples in a step of this machine"
+    yield _line("ranks x threads", "torch DDP", "ours", "in samples per second, with")
+    yield _line("-" * 15, "-" * 9, "-" * 9, "-" * 27)
     for ranks, threads in layouts_of(cores):
         content = run(replace(job, nproc=ranks, threads=threads, batches=threads))
         contents.append(content)
-        found.append(layout(ranks, threads, batch, [Samples(**s) for s in content["samples"]]))
+        one = layout(ranks, threads, batch, [Samples(**s) for s in content["samples"]])
+        found.append(one)
+        yield _line(f"{ranks} x {threads}", f"{one.torch_ddp:,.0f}", f"{one.ours:,.0f}", one.name)
     if results is not None:
         merged: dict[str, Any] = contents[0] | {"samples": {}}
         for one, content in zip(found, contents, strict=True):
             merged["samples"][f"{one.ranks} x {one.threads}"] = content["samples"]
         merged["settings"] |= {"benchmark": "layouts", "batch": batch}
         save(f"layouts-{job.file_name}".replace("step_time-", ""), merged, results)
-    title = f"{of.name} for each of {cores} cores: {batch} samples in a step of this machine"
     disturbed = next(filter(None, (content.get("disturbed") for content in contents)), None)
-    return f"{title}\n{report(found, disturbed, sockets)}"
+    yield verdict(found, disturbed, sockets)
 
 
 def layout(ranks: int, threads: int, batch: int, samples: Sequence[Samples]) -> Layout:
@@ -64,26 +71,24 @@ def layout(ranks: int, threads: int, batch: int, samples: Sequence[Samples]) -> 
     return Layout(ranks, threads, speeds[0], speeds[1], ours.name)
 
 
-def report(found: Sequence[Layout], disturbed: str | None = None, sockets: int = 1) -> str:
-    """Returns the table in samples per second, the fastest layout, and the line that starts it.
+def _line(layout: str, torch_ddp: str, ours: str, name: str) -> str:
+    return f"{layout:<15}  {torch_ddp:>9}  {ours:>9}  {name}".rstrip()
+
+
+def verdict(found: Sequence[Layout], disturbed: str | None = None, sockets: int = 1) -> str:
+    """Returns the fastest layout, and the line that starts it.
 
     No layout is the fastest if `disturbed`, a sign that the machine was not quiet.
     """
-    rows = [
-        [f"{one.ranks} x {one.threads}", f"{one.torch_ddp:,.0f}", f"{one.ours:,.0f}", one.name]
-        for one in found
-    ]
+    if disturbed is not None:
+        return f"no verdict: the machine was not quiet ({disturbed})"
     best = max(found, key=lambda one: one.ours)
     of_torch = max(found, key=lambda one: one.torch_ddp)
-    headers = ["ranks x threads", "torch DDP", "ours", "in samples per second, with"]
-    lines = [
+    return (
         f"fastest: {best.ranks} x {best.threads}, {best.name}; torch's DDP: "
-        f"{of_torch.ranks} x {of_torch.threads}",
-        f"start it: {command_for(best, sockets)}",
-    ]
-    if disturbed is not None:
-        lines = [f"no verdict: the machine was not quiet ({disturbed})"]
-    return "\n".join([text_table(headers, rows), *lines])
+        f"{of_torch.ranks} x {of_torch.threads}\n"
+        f"start it: {command_for(best, sockets)}"
+    )
 
 
 def command_for(best: Layout, sockets: int = 1) -> str:

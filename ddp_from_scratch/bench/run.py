@@ -80,7 +80,9 @@ def _compare_layouts(options: argparse.Namespace) -> int:
     for name in options.model:
         job = replace(_job(options, name, 1), way=options.way[0])
         job = replace(job, chosen=options.contender or layouts.COMPARED)
-        print(f"\n{layouts.compare(job, WAYS[job.way][0], options.results)}", flush=True)
+        print()
+        for line in layouts.compare(job, WAYS[job.way][0], options.results):
+            print(line, flush=True)
     return 0
 
 

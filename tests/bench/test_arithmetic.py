@@ -107,7 +107,7 @@ def test_the_fastest_layout_is_named_with_the_line_that_starts_it():
     two = layouts.layout(2, 8, 100, samples)  # 100 samples in 50 and in 20 ms
     assert two == layouts.Layout(2, 8, 2000.0, 5000.0, "ddp.SGD on gloo")
     one = layouts.Layout(1, 16, 2500.0, 2400.0, "Reducer on gloo, views")
-    *_, fastest, start = layouts.report([one, two]).splitlines()
+    fastest, start = layouts.verdict([one, two]).splitlines()
     assert fastest == "fastest: 2 x 8, ddp.SGD on gloo; torch's DDP: 1 x 16"
     assert start.startswith("start it: OMP_NUM_THREADS=8 torchrun --nproc-per-node 2 train.py, or ")
     assert layouts.command_for(one) == "OMP_NUM_THREADS=16 python train.py"
@@ -120,7 +120,7 @@ def test_the_fastest_layout_is_named_with_the_line_that_starts_it():
 
 def test_no_layout_is_the_fastest_on_a_busy_machine():
     one = layouts.Layout(1, 2, 2500.0, 2400.0, "ddp.SGD")
-    *_, last = layouts.report([one], "a step takes 2 x its CPU time").splitlines()
+    last = layouts.verdict([one], "a step takes 2 x its CPU time")
     assert last == "no verdict: the machine was not quiet (a step takes 2 x its CPU time)"
 
 
