@@ -66,7 +66,7 @@ def test_a_pulled_cable_ends_both_sides(hosts):
 @pytest.mark.parametrize(
     ("benchmark", "options", "rows"),
     [
-        ("two_hosts", "--quick --rounds 2 --model mlp", ["torch DDP", "Reducer, int8"]),
+        ("two_hosts", "--quick --rounds 2 --model mlp", ["torch DDP, views", "Reducer, int8"]),
         (
             "compression",
             "--quick",
