@@ -18,29 +18,24 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from pydoc_data.topics import topics
 from statistics import mean, stdev
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 import ddp_from_scratch as ddp
 from benchmarks.harness import network
+from benchmarks.harness.letters import batches, make_step
 from benchmarks.harness.report import make_parser, write
 from ddp_from_scratch.bench.results import text_table
 from ddp_from_scratch.launch import environment
 from ddp_from_scratch.launch.rank_process import run_to_exit
-from examples.gpt import GPT, make_optimizer, share_of_rate
 
 RUN = str(Path(__file__).parents[1] / "run.py")
 FLOAT32, INT8 = KINDS = ("float32", "int8")
-LENGTH, BATCH = 64, 16  # letters of a text, texts of a rank
 
 
 def main() -> int:
@@ -126,20 +121,18 @@ def run(
 
 
 def train_gpt(options: argparse.Namespace) -> None:
-    text = "\n".join(topics.values())
-    letters = sorted(set(text))
-    number = {letter: index for index, letter in enumerate(letters)}
-    data = torch.tensor([number[letter] for letter in text])
     with ddp.process_group(options.backend, threads=1) as world:
         found: Losses = {kind: [] for kind in KINDS}
         for seed in range(options.seeds):
-            steps = {kind: make_step(kind, seed, len(letters), options.steps) for kind in KINDS}
+            steps = {
+                FLOAT32: make_step("adamw", options.steps, seed),
+                INT8: make_step("adamw", options.steps, seed, compress),
+            }
             losses: dict[str, list[torch.Tensor]] = {kind: [] for kind in KINDS}
-            draws = torch.Generator().manual_seed(world.world_size * seed + world.rank)
+            draw = batches(torch.Generator().manual_seed(world.world_size * seed + world.rank))
             hide = world.rank != 0 or None
             for _ in tqdm(range(options.steps), f"gpt, seed {seed}", disable=hide, leave=False):
-                places = torch.randint(len(data) - LENGTH, (BATCH,), generator=draws)
-                batch = torch.stack([data[place : place + LENGTH + 1] for place in places])
+                batch = draw()
                 for kind, step in steps.items():
                     losses[kind].append(step(batch))
             for kind in KINDS:
@@ -150,28 +143,8 @@ def train_gpt(options: argparse.Namespace) -> None:
             options.into.write_text(json.dumps(found))
 
 
-def make_step(
-    kind: str, seed: int, letters: int, steps: int
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Makes a model; returns a function that takes a step of it on a batch, and gives the loss."""
-    torch.manual_seed(seed)
-    model = GPT(letters, LENGTH)
-    reducer = ddp.Reducer(model)
-    if kind == INT8:
-        reducer.register_comm_hook(ddp.comm_hooks.Int8State(), ddp.comm_hooks.int8_blockwise)
-    optimizer = make_optimizer("adamw", model, reducer)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: share_of_rate(n, steps))
-
-    def step(batch: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        return loss.detach()
-
-    return step
+def compress(reducer: ddp.Reducer) -> None:
+    reducer.register_comm_hook(ddp.comm_hooks.Int8State(), ddp.comm_hooks.int8_blockwise)
 
 
 # The table ------------------------------------------------------------------------------------

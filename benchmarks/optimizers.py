@@ -21,17 +21,16 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import ddp_from_scratch as ddp
 from benchmarks.harness.launch import ON_CPU, add_common_options, parse_sweep, run_on_ranks
+from benchmarks.harness.letters import batches, make_step
 from benchmarks.harness.report import draw_curves, make_parser, write
 from ddp_from_scratch.bench.contenders import Contender
 from ddp_from_scratch.bench.results import Samples, median_interval, text_table
@@ -39,11 +38,9 @@ from ddp_from_scratch.bench.timing import check_equal, interleave, rounds_for, w
 from ddp_from_scratch.bench.workloads import WORKLOADS
 from ddp_from_scratch.launch.rank_process import run_to_exit
 from ddp_from_scratch.world.world import World
-from examples.gpt import GPT, make_optimizer, share_of_rate
 
 TORCHS, OURS = "torch.optim.Muon on every rank", "ddp.Muon"
 OPTIMIZERS = ("sgd", "adamw", "muon")
-LENGTH, BATCH = 64, 16  # letters of a text, texts of a rank
 MEAN_OF = 10  # steps
 
 
@@ -136,35 +133,12 @@ def report_steps(
 
 def train(world: World, steps: int) -> dict[str, dict[str, list[float]]]:
     """Returns the loss of each step, the mean of all ranks, and its seconds, by optimizer."""
-    text = "\n".join(topics.values())
-    letters = sorted(set(text))
-    number = {letter: index for index, letter in enumerate(letters)}
-    data = torch.tensor([number[letter] for letter in text])
-
-    def trainer(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        torch.manual_seed(0)
-        model = GPT(len(letters), LENGTH)
-        optimizer = make_optimizer(name, model, ddp.Reducer(model))
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: share_of_rate(n, steps))
-
-        def step(batch: torch.Tensor) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            return loss.detach()
-
-        return step
-
-    trainers = {name: trainer(name) for name in OPTIMIZERS}
+    trainers = {name: make_step(name, steps) for name in OPTIMIZERS}
     losses: dict[str, list[torch.Tensor]] = {name: [] for name in OPTIMIZERS}
     seconds: dict[str, list[float]] = {name: [] for name in OPTIMIZERS}
-    draws = torch.Generator().manual_seed(world.rank)
+    draw = batches(torch.Generator().manual_seed(world.rank))
     for _ in range(steps):
-        places = torch.randint(len(data) - LENGTH, (BATCH,), generator=draws)
-        batch = torch.stack([data[place : place + LENGTH + 1] for place in places])
+        batch = draw()
         for name, step in trainers.items():
             dist.barrier()
             began = time.perf_counter()

@@ -43,7 +43,7 @@ class Message:
         exact: indices of the elements that are sent in float32.
 
     Attributes:
-        payload: all of it, as bytes; the others are parts of it.
+        payload: all of it, as bytes. `floats`, `scales`, `in_full` and `integers` are parts of it.
         floats: the scales, and the elements in float32.
     """
 
@@ -137,8 +137,8 @@ class Blockwise:
             exact.append(self._exact_in(begin + first, begin + last))
         sent, averages = (list(map(_message, shares, exact)) for _ in range(2))
         received = [_message(shares[rank], exact[rank]) for _ in shares]
-        total = shares[rank]  # in which this rank's own share is not rounded
-        sent[rank] = received[rank] = _message(total[:0], exact[rank][:0])
+        total = shares[rank]
+        sent[rank] = received[rank] = _message(total[:0], exact[rank][:0])  # it is not rounded
         # All-to-all: to each owner its share of this rank's part.
         for message, share in zip(sent, shares, strict=True):
             message.pack(share[: message.numel])

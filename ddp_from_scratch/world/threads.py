@@ -31,15 +31,20 @@ def set_threads(place: Placement, threads: Threads) -> None:
         torch.set_num_threads(threads)
 
 
-def note_lost_cores(place: Placement) -> None:
-    """Logs a line on the first rank of a machine if its launcher leaves cores idle or crowded."""
+def note_lost_cores(place: Placement, threads: Threads) -> None:
+    """Logs a line on the first rank of a machine if its launcher leaves cores idle or crowded.
+
+    With a number of threads that the program has chosen, only if they are crowded.
+    """
     # This library's own launchers give what `bind` says.
     if place.local_rank or place.launcher == "none" or environment.STARTED_HERE in os.environ:
         return
     masks = _masks(place)
     found = _cores_of(masks)
-    threads, (all_cores, sockets) = torch.get_num_threads(), _cores_of_job(place.launcher, found)
-    if text := cores.advice(place.launcher, masks, threads, found, all_cores, sockets):
+    if isinstance(threads, int) and threads <= cores.share(masks, found):
+        return
+    now, (all_cores, sockets) = torch.get_num_threads(), _cores_of_job(place.launcher, found)
+    if text := cores.advice(place.launcher, masks, now, found, all_cores, sockets):
         logger.warning(text)
 
 

@@ -92,9 +92,9 @@ def process_group(backend: str, *, timeout: float = 600.0, threads: Threads = No
             of `torch.distributed.init_process_group` without `device_id`) or "mpi" (CPU).
         timeout: seconds that a collective, or the rendezvous at the start, may take.
         threads: CPU threads of this rank; "auto": as many as it has cores, or its share of those
-            that the machine's ranks may all use. None leaves torch's number. If a launcher leaves
-            cores idle, or gives them more threads than can run, each machine's first rank logs a
-            line, except with nccl.
+            that the machine's ranks may all use. None leaves torch's number. If cores stay
+            idle although you gave no number, or if there are more threads than can run, each
+            machine's first rank logs a line, except with nccl.
 
     Raises:
         UsageError: the backend is unknown or cannot be used here; some ranks did not arrive in
@@ -125,7 +125,7 @@ def process_group(backend: str, *, timeout: float = 600.0, threads: Threads = No
     world = World(**vars(placement), backend=backend, device=device)
     set_threads(world, threads)
     if backend != "nccl":
-        note_lost_cores(world)
+        note_lost_cores(world, threads)
     _until_exit[_get_default_group()] = world
     _opened_by = os.getpid()
     # Not at import: handlers run in reverse order, so this one runs before any of the program's.

@@ -1,6 +1,7 @@
 """The in-library benchmark: ratios, verdicts, and models of a file."""
 
 import re
+from unittest.mock import Mock
 
 import torch
 
@@ -116,6 +117,26 @@ def test_the_fastest_layout_is_named_with_the_line_that_starts_it():
     over_mpi = layouts.Layout(3, 4, 1.0, 2.0, "Reducer on mpi, views")  # one in both sockets
     bound = "--bind-to none -x OMP_NUM_THREADS=4"
     assert layouts.command_for(over_mpi, 2) == f"mpirun -n 3 {bound} python train.py"
+
+
+def test_a_layout_is_shown_before_the_next_one_is_measured(monkeypatch):
+    """A run that is cut off keeps what it has measured."""
+    monkeypatch.setattr(layouts, "own_cpus", lambda: {0, 1})
+    monkeypatch.setattr(layouts, "read", lambda cpus: Mock(most_threads=2, cores=[]))
+    ran = []
+
+    def run(job):
+        ran.append((job.nproc, job.threads))
+        names = VIEWS, "Reducer on gloo, views", NO_COMMUNICATION
+        return {"samples": [{"name": n, "milliseconds": [50.0 * len(ran)]} for n in names]}
+
+    lines = layouts.compare(timing.BenchmarkJob("mlp", ["gloo"], 1), run, None)
+    first = next(line for line in lines if line.startswith("1 x 2"))
+    assert ran == [(1, 2)]
+    assert first.split() == ["1", "x", "2", "640", "640", "Reducer", "on", "gloo,", "views"]
+    second, said = lines
+    assert (ran[1:], second.split()[:4]) == ([(2, 1)], ["2", "x", "1", "320"])
+    assert said.startswith("fastest: 1 x 2")
 
 
 def test_no_layout_is_the_fastest_on_a_busy_machine():

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from ddp_from_scratch import environment_without_rank, start_mpirun, start_ranks
 from ddp_from_scratch.launch.agent import Agent
@@ -20,6 +22,8 @@ from ddp_from_scratch.launch.cores import (
     share,
     variables,
 )
+from ddp_from_scratch.launch.environment import Placement
+from ddp_from_scratch.world import threads as rank_threads
 from tests.support.refusal import refusal
 from tests.support.tiers import slow
 
@@ -249,6 +253,29 @@ def test_what_a_launcher_leaves_idle_or_crowded_is_one_line(tmp_path):
         ("torchrun", ["0-31"] * 40, 1, cores, 16, ""),
     ):
         assert advice(*given) == text
+
+
+@pytest.mark.parametrize(
+    ("chosen", "told"),
+    [
+        (None, "1 thread for 8 cores"),
+        ("auto", "1 thread for 8 cores"),
+        (1, ""),
+        (8, ""),
+        (9, "9 threads for 8 cores"),
+    ],
+)
+def test_few_threads_are_no_mistake_if_the_program_chose_them(tmp_path, monkeypatch, chosen, told):
+    found = read(machine(tmp_path, cores=8), tmp_path)
+    monkeypatch.delenv("DDP_STARTED_HERE", raising=False)
+    monkeypatch.setattr(rank_threads, "_masks", lambda place: ("0-7",))
+    monkeypatch.setattr(rank_threads, "_cores_of", lambda masks: found)
+    now = chosen if isinstance(chosen, int) else 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now)
+    monkeypatch.setattr(rank_threads, "logger", said := Mock())
+    rank_threads.note_lost_cores(Placement(0, 1, 0, 1, 0, "torchrun"), chosen)
+    assert said.warning.called == bool(told)
+    assert told in str(said.warning.call_args)
 
 
 def test_a_number_of_threads_that_the_user_has_set_counts(tmp_path):

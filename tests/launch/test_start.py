@@ -92,8 +92,7 @@ def test_mpiruns_own_messages_are_left_out_after_a_stop(stopping, said, passed_o
 PARENT = """
 import sys
 import threading
-import ddp_from_scratch as ddp
-from ddp_from_scratch import UsageError, start_ranks
+from ddp_from_scratch import start_ranks
 from ddp_from_scratch.launch.rank_process import run_to_exit
 counts, node_rank, port, *command = sys.argv[1:]
 at = [*map(int, counts.split(","))], int(node_rank), "127.0.0.1", int(port), 60.0
