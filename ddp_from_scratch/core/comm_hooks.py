@@ -167,7 +167,7 @@ class CommConfig:
         if not callable(hook):
             raise TypeError(f"a communication hook must be callable, got {hook!r}")
         self.hook = hook
-        self.state = self.process_group if state is None and is_ours(hook) else state
+        self.state = state
         self._owner = owner or self._owner
         # The last plan without a weight, and the group that it is for. Weak, as `last_group`.
         self._plan: AveragePlan | None = None
@@ -195,7 +195,7 @@ class CommConfig:
 
     def averages_over_one_rank(self) -> bool:
         """True if each gradient is its own average: one rank, and no comm hook of the program's."""
-        group = self.state or dist.group.WORLD
+        group = self.state or self.process_group or dist.group.WORLD
         return self.hook is average and group is not None and dist.get_world_size(group) == 1
 
     def plan(self, average: Average) -> AveragePlan:
